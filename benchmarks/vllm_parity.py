@@ -79,7 +79,7 @@ def by_generate(target: Any, drafter: Any, prompts: Sequence[list[int]], max_new
     """Decodes prompts by `generate()` with chains of a fixed length. Rounds that draft nothing are no chains."""
     import torch
 
-    from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
+    from hf_hsdraft.drafters.lookup.cacheback import CachebackDrafter
 
     options = drafter.generation_config
     options.num_assistant_tokens, options.tree_size, options.beam_width = length, length, 1
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import torch
 
     from hf_hsdraft.bench.calls import processor
-    from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
+    from hf_hsdraft.drafters.lookup.cacheback import CachebackDrafter
     from hf_hsdraft.generate.by_name import load_drafter
     from hf_hsdraft.runtime.prompt_inputs import encode_prompt
     from hf_hsdraft.runtime.target_loading import target_folder

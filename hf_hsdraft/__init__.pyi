@@ -13,12 +13,12 @@ from .drafters.eagle.drafter import EagleDrafter as EagleDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator as HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig as HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter as HSDrafter
-from .drafters.history.history import HistoryContents as HistoryContents
-from .drafters.history.history import erase_history as erase_history
-from .drafters.history.history import list_history as list_history
 from .drafters.language_model.lm_drafter import CausalLMDrafter as CausalLMDrafter
+from .drafters.lookup.cacheback import CachebackDrafter as CachebackDrafter
+from .drafters.lookup.history import HistoryContents as HistoryContents
+from .drafters.lookup.history import erase_history as erase_history
+from .drafters.lookup.history import list_history as list_history
 from .drafters.mtp.drafter import MtpDrafter as MtpDrafter
-from .drafters.ngrams.cacheback import CachebackDrafter as CachebackDrafter
 from .engine.call_output import DraftStatistics as DraftStatistics
 from .engine.call_output import HSDraftEncoderDecoderOutput as HSDraftEncoderDecoderOutput
 from .engine.call_output import HSDraftGenerateOutput as HSDraftGenerateOutput

@@ -14,8 +14,8 @@ from hf_hsdraft.drafters.base.decoder_layer import LayerSizes
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.block.configuration import Sight
-from hf_hsdraft.drafters.eagle.layers import LatentSizes
-from hf_hsdraft.drafters.language_model.layer_subset import with_layers
+from hf_hsdraft.drafters.eagle.configuration import LatentSizes
+from hf_hsdraft.methods.distillation.layer_subset import with_layers
 from hf_hsdraft.methods.flashmap import FlashMapConfig, FlashMapDrafter
 
 STEPS = 4

@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_hsdraft import SteeredLMDrafter
-from hf_hsdraft.drafters.language_model.layer_subset import with_layers
+from hf_hsdraft.methods.distillation.layer_subset import with_layers
 from hf_hsdraft.methods.steering.steered_lm import Steering, SteeringSizes
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}

@@ -13,7 +13,7 @@ from conftest import write_prompts
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 
-from hf_hsdraft.hub import pushing
+from hf_hsdraft.hub import publication
 from hf_hsdraft.training.data.conversations import Conversation
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.families import hidden_state
@@ -67,7 +67,7 @@ def own_hub(monkeypatch: Any) -> HubServer:
     """A Hub on the loopback, to which runs push as `user` with the token `hf_secret`."""
     hub = HubServer(tokens={"hf_secret": "user"})
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+    monkeypatch.setattr(publication, "HfApi", functools.partial(HfApi, endpoint=hub.url))
     return hub
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
+from hf_hsdraft.drafters.lookup.cacheback import CachebackDrafter
 from hf_hsdraft.generate.by_name import load_drafter
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.remote_model import RemoteModel, RemoteOutput

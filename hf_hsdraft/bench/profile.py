@@ -27,7 +27,7 @@ from ..drafters.base.tree_session import ParallelExpansion
 from ..drafters.hidden_state.draft_session import HSDraftSession, RollOut
 from ..drafters.hidden_state.network import WorkingWeights
 from ..drafters.hidden_state.static_roll_out import StaticRollOut
-from ..drafters.ngrams.ngram_cache import NgramSession
+from ..drafters.lookup.ngrams import NgramSession
 from ..engine.decoded_texts import DecodedTexts
 from ..engine.drafting import Drafting
 from ..engine.loop import decode

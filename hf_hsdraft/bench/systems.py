@@ -14,7 +14,7 @@ from ..core.checks import public_name
 from ..cpu.packed_weights import linears_to_pack
 from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Drafter
-from ..drafters.ngrams.cacheback import CachebackDrafter
+from ..drafters.lookup.cacheback import CachebackDrafter
 from ..verify.registry import OPTION_NAMES, is_lossy
 from . import VARIANTS
 

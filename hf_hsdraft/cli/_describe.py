@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checks import printable
-from ..drafters.base.registry import FAMILIES, load_families, recognise, told_of
+from ..drafters.base.registry import FAMILIES, load_families, recognise
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..hub.cached_models import cached_models
-from ..hub.checkpoint import Checkpoint
-from ..hub.drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, digests, read_json
-from ..hub.fetching import fetch, find_folder, loading
+from ..hub.checkpoint import Checkpoint, cached_models, target_of
+from ..hub.drafter_files import (
+    CONFIG,
+    DESCRIBED,
+    OPTIONS,
+    check_is_drafter,
+    digests,
+    fetch,
+    find_folder,
+    loading,
+    read_json,
+)
 from ..hub.model_card import (
     GAP,
     chain_length,
@@ -28,7 +36,6 @@ from ..hub.model_card import (
     trunk_in_words,
 )
 from ..hub.pretrained_drafter import stored_options
-from ..hub.speculators_format import target_of
 
 load_families()
 
@@ -153,7 +160,7 @@ def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
     form = recognise(checkpoint)
-    parameters, told = sum(math.prod(shape) for shape in checkpoint.shapes.values()), told_of(form, checkpoint)
+    parameters, told = sum(math.prod(shape) for shape in checkpoint.shapes.values()), dict(form.describe(checkpoint))
     quantised = f", quantised: {checkpoint.quantisation}" if checkpoint.quantisation else ""
     return {
         "drafter": {

@@ -112,7 +112,7 @@ def show(
     ] = None,
 ) -> None:
     """Lists for each target how many texts a folder holds for drafting, their tokens, and the size of the file."""
-    from ..drafters.history.history import list_history
+    from ..drafters.lookup.history import list_history
 
     found = list_history(folder)
     table = Table("target", "texts", "tokens", "MB")
@@ -126,7 +126,7 @@ def show(
 def _print_texts(paths: list[Path], name: str) -> None:
     from transformers import AutoTokenizer
 
-    from ..drafters.history.history_file import read_all
+    from ..drafters.lookup.history import read_all
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     for record in (record for path in paths for record in read_all(path)):
@@ -139,6 +139,6 @@ def erase(
     target: Annotated[str, typer.Option(help="Only those of this target, as `list` names it.")] = "",
 ) -> None:
     """Erases past texts. Processes that draft from them drop them with their next call."""
-    from ..drafters.history.history import erase_history
+    from ..drafters.lookup.history import erase_history
 
     say(f"{erase_history(folder, target):,} texts erased")

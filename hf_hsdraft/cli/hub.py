@@ -23,7 +23,7 @@ from ._shared import (
 )
 
 if TYPE_CHECKING:
-    from ..drafters.base.finding import Found
+    from ..drafters.base.auto_drafter import Found
 
 app = typer.Typer()
 
@@ -44,7 +44,7 @@ def push_folder(
     """
     from ..drafters.base.auto_drafter import AutoDrafter
     from ..hub.drafter_files import is_adapter
-    from ..hub.pushing import push
+    from ..hub.publication import push
 
     options: dict[str, Any] = {"private": private or None, "revision": revision}
     options |= {"commit_message": message} if message else {}
@@ -70,8 +70,7 @@ def pull(
     from huggingface_hub import HfApi
 
     from ..drafters.base.auto_drafter import AutoDrafter
-    from ..hub.drafter_files import CODE
-    from ..hub.fetching import find_folder, loading
+    from ..hub.drafter_files import CODE, find_folder, loading
 
     if to is not None:
         check_empty(to, "--to")
@@ -291,9 +290,9 @@ def find(
     Looks at layers for multi-token prediction in the checkpoint, drafters in the cache, published drafters whose cards
     name the target as base model, smaller language models of the same tokenizer in the cache, and n-grams.
     """
-    from ..drafters.base.finding import find as found_for
-    from ..drafters.base.finding import train_command
-    from ..drafters.base.target_info import TargetInfo
+    from ..drafters.base.auto_drafter import find as found_for
+    from ..drafters.base.auto_drafter import train_command
+    from ..drafters.base.registry import TargetInfo
 
     info = TargetInfo.of_name(target, target_name, offline)
     found, note = found_for(info, offline)

@@ -17,7 +17,7 @@ from ..core.tensors import Transform, embedded_tokens, on_device
 from ..core.tuning import TUNING
 from ..drafters.base.draft_options import NO_HISTORY, DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from ..drafters.ngrams.ngram_cache import NgramSession
+from ..drafters.lookup.ngrams import NgramSession
 from ..pace.pacing import CostPace, KindOfCall, pace_for
 
 _PACKAGE = f"{__package__.partition('.')[0]}."
@@ -193,13 +193,13 @@ def history_for(drafter: Drafter, target: Any, options: DraftOptions) -> Any:
     """Opens the history that the option asks for; None for none. Raises an OSError if its folder cannot be used."""
     if options.history == NO_HISTORY:
         return None
-    from ..drafters.history.history import history_of  # most calls do without
+    from ..drafters.lookup.history import history_of  # most calls do without
 
     return history_of(drafter, target, options.history)
 
 
 def _past_texts(call: Call) -> Session:
-    from ..drafters.history.history_session import HistorySession
+    from ..drafters.lookup.past_texts import HistorySession
 
     return HistorySession(call, call.history)
 

@@ -21,8 +21,8 @@ from ..core.checks import is_misspelt, nearest_option
 from ..core.forks import new_rlock
 from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
+from ..drafters.lookup.cacheback import CachebackDrafter
 from ..drafters.mtp.drafter import MtpDrafter
-from ..drafters.ngrams.cacheback import CachebackDrafter
 from .generate_hook import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str | Path, Any]] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Foreign drafter checkpoints, inspected and checked before anything is allocated.
+"""Drafter checkpoints in any format, on the Hub or local, inspected and checked before anything is allocated.
 
 Only configuration and weights are fetched, never code. Weights on the Hub are fetched when they are read; names and
 shapes come before that, from the headers of the files. Older files, which are pickled, have no such headers.
@@ -17,29 +17,33 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import CacheNotFound, HfApi, scan_cache_dir
 from huggingface_hub.errors import HTTPError, SafetensorsParsingError
+from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import SafetensorsFileMetadata
 
-from ..core.checks import few, printable
+from ..core.checks import few, printable, public_name
 from .drafter_files import (
+    CARD,
     CONFIG,
     DTYPES,
     INDEX,
     METHOD_FILES,
     OPTIONS,
+    RECIPE,
     WEIGHTS,
     DamagedFile,
     Shape,
     checked_numbers,
+    find_folder,
     header,
     listed_files,
     mismatch,
     opened,
+    read_document,
     read_json,
     weight_files,
 )
-from .fetching import find_folder
 from .quantised import DTYPE_NAMES, Packed, is_of_inputs, packed_weights, unread
 
 _SINGLE = (WEIGHTS, "medusa_lm_head.safetensors")  # names of one file of weights; the first that is there
@@ -87,17 +91,27 @@ class Checkpoint:
     def _files(self) -> list[Path]:
         """The files of weights, fetched if missing."""
         if self.hub:
-            self.also(*(listed_files(self.folder) or _SINGLE))
-            if not self._has_safetensors:
+            listed = listed_files(self.folder)
+            self.also(*(listed or _SINGLE))
+            if not listed and not self._local:
                 self.also(*_PICKLED)
-        if self._pickled is not None:
-            return [self._pickled]
-        return weight_files(self.folder) if self._single is None else [self._single]
+        return self._local or weight_files(self.folder)  # which says what is missing
+
+    @property
+    def _local(self) -> list[Path]:
+        """The files of weights that are here; none if one is missing. Pickled ones count where there are no others."""
+        for name in _SINGLE:
+            if (self.folder / name).is_file():
+                return [self.folder / name]
+        listed = listed_files(self.folder)
+        groups = [listed] if listed else [[name] for name in _PICKLED]
+        places = [[self.folder / name for name in names] for names in groups]
+        return next((paths for paths in places if all(path.is_file() for path in paths)), [])
 
     @cached_property
     def _headers(self) -> list[SafetensorsFileMetadata]:
         """Headers of the files on the Hub; none if the files are local, or the Hub serves no parts of them."""
-        if not self.hub or self.hub.get("local_files_only") or self._has_weights:
+        if not self.hub or self.hub.get("local_files_only") or self._local:
             return []
         place, api = f"{self.subfolder}/" if self.subfolder else "", HfApi(token=self.hub.get("token"))
         listed = listed_files(self.folder)
@@ -118,7 +132,7 @@ class Checkpoint:
             for name, each in header.tensors.items()
         }
         files = [] if self._headers else self._files
-        if files == [self._pickled]:
+        if files and files[0].name in _PICKLED:
             pickled = self._unpickled(files[0]).items()
             return {name: (tuple(each.shape), DTYPE_NAMES.get(each.dtype, str(each.dtype))) for name, each in pickled}
         for path in files:
@@ -174,7 +188,7 @@ class Checkpoint:
     @property
     def is_described(self) -> bool:
         """Whether names and shapes of the tensors are known without fetching weights."""
-        return bool(self._headers) or self._has_weights
+        return bool(self._headers) or bool(self._local)
 
     @property
     def bytes(self) -> int:
@@ -203,7 +217,7 @@ class Checkpoint:
     def _readable(self) -> Iterator[Callable[[str], torch.Tensor]]:
         """Gives a function that returns a stored tensor by name, or raises a DamagedFile."""
         files = self._files
-        if files == [self._pickled]:
+        if files and files[0].name in _PICKLED:
             pickled = self._unpickled(files[0])
             yield lambda name: checked_numbers(files[0], name, pickled[name])
             return
@@ -253,29 +267,6 @@ class Checkpoint:
             raise DamagedFile(f"{path} is damaged: expected one tensor", path)
         return tensor, about
 
-    @property
-    def _has_safetensors(self) -> bool:
-        return self._single is not None or (self.folder / INDEX).is_file()
-
-    @property
-    def _single(self) -> Path | None:
-        """The file of weights, if it is one and local."""
-        return next((path for name in _SINGLE if (path := self.folder / name).is_file()), None)
-
-    @property
-    def _pickled(self) -> Path | None:
-        """The file of pickled weights, if there are no others."""
-        there = [] if self._has_safetensors else [self.folder / name for name in _PICKLED]
-        return next((path for path in there if path.is_file()), None)
-
-    @property
-    def _has_weights(self) -> bool:
-        """Whether all files of weights are local."""
-        if self._pickled is not None or self._single is not None:
-            return True
-        names = listed_files(self.folder)
-        return bool(names) and all((self.folder / name).is_file() for name in names)
-
     def _unpickled(self, path: Path) -> dict[str, torch.Tensor]:
         found = _unpickled(path)
         if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
@@ -297,3 +288,61 @@ def _unpickled(path: Path) -> Any:
             raise
         told = printable(error) or type(error).__name__
         raise DamagedFile(f"{path} is damaged ({told}): it is truncated or no file of PyTorch", path) from error
+
+
+_LARGEST_CARD = 2**20  # bytes
+
+
+def speculators_type(checkpoint: Checkpoint) -> str:
+    """Returns the kind of drafter that a checkpoint in this format names; empty for other formats."""
+    kind = checkpoint.config.get("speculators_model_type")
+    return kind if isinstance(kind, str) else ""
+
+
+def target_of(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Returns the target's publishable name and its class names in a config.json, as far as named."""
+    found: Any = config
+    for name in ("speculators_config", "verifier"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    found = found if isinstance(found, Mapping) else {}
+    name, architectures = found.get("name_or_path"), found.get("architectures")
+    return (
+        public_name(name) if isinstance(name, str) else "",
+        tuple(map(str, architectures)) if isinstance(architectures, list) else (),
+    )
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One commit of a model in the cache."""
+
+    commit: str
+    refs: tuple[str, ...]  # branches and tags that point to it
+    checkpoint: Checkpoint  # with an empty `config` if config.json is missing or damaged
+
+
+def cached_models(cache_dir: str | None = None) -> Iterator[CachedModel]:
+    """Yields all commits of the models in the cache, by name, the latest first."""
+    try:
+        repositories = scan_cache_dir(cache_dir).repos
+    except CacheNotFound:
+        return
+    models = [each for each in repositories if each.repo_type == "model"]
+    for repository in sorted(models, key=lambda each: each.repo_id):
+        for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
+            folder = revision.snapshot_path
+            checkpoint = Checkpoint(repository.repo_id, folder, read_document(folder / CONFIG))
+            yield CachedModel(revision.commit_hash, tuple(sorted(revision.refs)), checkpoint)
+
+
+def named_targets(folder: Path) -> set[str]:
+    """Returns the names of targets that a card's `base_model` and a training recipe give."""
+    named = [read_document(folder / RECIPE).get("target")]
+    try:
+        small = (folder / CARD).stat().st_size <= _LARGEST_CARD
+        metadata: Mapping[str, Any] = (metadata_load(folder / CARD) if small else None) or {}
+    except Exception:  # no card, or one whose metadata is damaged in any way
+        metadata = {}
+    bases = metadata.get("base_model")
+    named += bases if isinstance(bases, list) else [bases]
+    return {name for name in named if isinstance(name, str) and name}

@@ -16,9 +16,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..core.checks import public_name
 from ..core.methods import offered
 from ..verify.registry import is_lossy, rules_learned_in
+from .checkpoint import target_of
 from .code_files import stands_alone
 from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, header, read_document, weight_files
-from .speculators_format import target_of
 
 GAP = "not measured"
 MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"

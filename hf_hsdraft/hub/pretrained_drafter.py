@@ -18,10 +18,20 @@ from transformers.utils import find_adapter_config_file, logging
 from ..core.checks import demand, few, is_misspelt, nearest_option, printable, settings
 from ..verify.registry import COMMON_OPTIONS, free_options, is_lossy, rule_options
 from .code_files import ENTRY, PLACE
-from .drafter_files import CONFIG, DESCRIBED, OPTIONS, check_is_drafter, check_weights, read_json, tensors
-from .fetching import fetch, find_folder, loading, taken_for_hub
-from .publication import complete, complete_folder
-from .pushing import push
+from .drafter_files import (
+    CONFIG,
+    DESCRIBED,
+    OPTIONS,
+    check_is_drafter,
+    check_weights,
+    fetch,
+    find_folder,
+    loading,
+    read_json,
+    taken_for_hub,
+    tensors,
+)
+from .publication import complete, complete_folder, push
 
 logger = logging.get_logger(__name__)
 
@@ -221,7 +231,7 @@ class PretrainedDrafter(PreTrainedModel):
                 push(Path(stage), name, **hub)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Pushes a drafter's whole repository to the Hub, or only a loaded adapter; see `hub.pushing.push`.
+        """Pushes a drafter's whole repository to the Hub, or only a loaded adapter; see `hub.publication.push`.
 
         Args:
             repo_id: `"user/name"`, created if there is none.

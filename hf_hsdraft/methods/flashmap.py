@@ -32,14 +32,12 @@ from ..core.checks import (
 from ..core.options import Option
 from ..core.tensors import RMSNorm, batched_attention, on_device
 from ..drafters.base.decoder_layer import Attention, LayerSizes, Rope, rotary_of, rotate
-from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.draft_options import REFINER_OPTIONS, DraftOptions
 from ..drafters.base.plain_config import PlainConfig, described
 from ..drafters.base.protocol import Ask, Call, Read, weights_of
-from ..drafters.base.published import PublishedNetwork, SpeculatorsFiles
-from ..drafters.base.published_config import MOST_LAYERS
+from ..drafters.base.published import MOST_LAYERS, PublishedNetwork, SpeculatorsFiles
 from ..drafters.base.published_format import OURS, Files, PublishedFormat, told
 from ..drafters.base.reading_session import ParallelSession
-from ..drafters.base.refiners import REFINER_OPTIONS
 from ..drafters.base.target_weights import TargetWeights, borrow
 
 _MOST_STEPS = 64

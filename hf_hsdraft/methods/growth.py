@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..drafters.base.refiners import leave_folder
+from ..drafters.base.draft_options import leave_folder
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..training.families.family import GROWTHS

@@ -26,8 +26,7 @@ from ..drafters.base.protocol import Ask, Call, Drafter, Read, weights_of
 from ..drafters.base.saved_drafter import Placement, take_options
 from ..drafters.base.travelling_config import ANY
 from ..drafters.base.tree_session import ParallelExpansion, TreeSession
-from ..hub.drafter_files import OPTIONS, read_json
-from ..hub.fetching import find_folder, loading, taken_for_hub
+from ..hub.drafter_files import OPTIONS, find_folder, loading, read_json, taken_for_hub
 from ..runtime.target_limits import text_config
 from ..runtime.target_parts import InPlaceOf, why_not_replaced, with_modules
 from ..runtime.tree_reading import node_inputs

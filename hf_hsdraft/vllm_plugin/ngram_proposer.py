@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core.tuning import TUNING
-from ..drafters.ngrams.ngram_cache import NgramCache
+from ..drafters.lookup.ngrams import NgramCache
 
 _LENGTH = 4  # of the longest leader, as `ngram_length` is by default
 # Maximum total length of kept texts without new tokens. Tables take about 0.9 KB per token.

@@ -145,4 +145,4 @@ def test_a_script_beside_a_checkout_imports_the_package(tmp_path, layout):
         [sys.executable, str(tmp_path / "script.py")],
         capture_output=True, text=True, env={**environment(), "PYTHONPATH": ""}, timeout=120,
     )  # fmt: skip
-    assert done.stdout == f"{hf_hsdraft.__version__} hf_hsdraft.drafters.ngrams.cacheback\n", done.stderr
+    assert done.stdout == f"{hf_hsdraft.__version__} hf_hsdraft.drafters.lookup.cacheback\n", done.stderr

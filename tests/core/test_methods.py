@@ -19,7 +19,7 @@ import hf_hsdraft
 from hf_hsdraft.core import methods
 from hf_hsdraft.core.draft_tree import TREE_BUILDERS
 from hf_hsdraft.core.methods import Registry
-from hf_hsdraft.drafters.base.refiners import REFINERS
+from hf_hsdraft.drafters.base.draft_options import REFINERS
 from hf_hsdraft.drafters.base.registry import FAMILIES, formats
 from hf_hsdraft.training.families.family import GROWTHS
 from hf_hsdraft.training.families.trainable import TRAINABLE

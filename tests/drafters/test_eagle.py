@@ -12,7 +12,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.drafters.base.reading_session import RowContext
-from hf_hsdraft.drafters.eagle import session as session_module
+from hf_hsdraft.drafters.eagle import drafter as session_module
 
 TEXT = list(range(5, 15))
 

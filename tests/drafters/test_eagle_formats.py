@@ -35,9 +35,8 @@ from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.decoder_layer import rotary_of
-from hf_hsdraft.drafters.base.registry import recognise
-from hf_hsdraft.drafters.base.target_info import Evidence, TargetInfo
-from hf_hsdraft.drafters.eagle import session
+from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo, recognise
+from hf_hsdraft.drafters.eagle import drafter as session
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
 pytest.importorskip("speculators")

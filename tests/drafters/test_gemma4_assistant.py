@@ -19,8 +19,7 @@ from hf_hsdraft.core.cache_name import CACHE, returned_cache
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Call
-from hf_hsdraft.drafters.base.registry import recognise
-from hf_hsdraft.drafters.base.target_info import Evidence, TargetInfo
+from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo, recognise
 from hf_hsdraft.drafters.language_model.gemma4_assistant import Gemma4AssistantDrafter
 from hf_hsdraft.hub.checkpoint import Checkpoint
 

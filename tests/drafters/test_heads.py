@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.core.cache_name import CACHE
-from hf_hsdraft.drafters.base import finding
-from hf_hsdraft.drafters.base.target_info import TargetInfo
-from hf_hsdraft.hub.cached_models import CachedModel
-from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.drafters.base import auto_drafter
+from hf_hsdraft.drafters.base.registry import TargetInfo
+from hf_hsdraft.hub.checkpoint import CachedModel, Checkpoint
 
 BY_NAME = {case.name: case for case in CASES}
 KINDS = (
@@ -129,14 +128,14 @@ def cached(tmp_path, monkeypatch):
         (folder / "README.md").write_text("---\nbase_model: org/target\n---\n")
         checkpoint = Checkpoint(f"user/{folder.name}", folder, json.loads(path.read_text()))
         models.append(CachedModel("0", ("main",), checkpoint))
-    monkeypatch.setattr(finding, "cached_models", lambda: models)
+    monkeypatch.setattr(auto_drafter, "cached_models", lambda: models)
     monkeypatch.setattr(target, "name_or_path", "org/target")
     return target
 
 
 def test_find_says_how_a_file_drafts_and_why_another_does_not(cached, monkeypatch):
     monkeypatch.setattr(Checkpoint, "tensors", None)  # no weights are read
-    found, _ = finding.find(TargetInfo.of_model(cached, local_files_only=True), local_files_only=True)
+    found, _ = auto_drafter.find(TargetInfo.of_model(cached, local_files_only=True), local_files_only=True)
     told = {each.name: each for each in found if each.name.startswith("user/")}
     assert (
         list(told)[-1] == "user/Hydra1" and "cannot be loaded: hydra_head_arch='prefix-mlp'" in told["user/Hydra1"].use

@@ -28,12 +28,18 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.history import history as histories
-from hf_hsdraft.drafters.history.draft import HistoryDraft, Trust
-from hf_hsdraft.drafters.history.history import History, history_of
-from hf_hsdraft.drafters.history.history_file import SUFFIX, HistoryFile, read_all
-from hf_hsdraft.drafters.history.history_session import HistorySession
-from hf_hsdraft.drafters.history.past_texts import BLOCK, LONGEST_MATCH, Continuation, Record, TokenIndex
+from hf_hsdraft.drafters.lookup import history as histories
+from hf_hsdraft.drafters.lookup.history import SUFFIX, History, HistoryFile, history_of, read_all
+from hf_hsdraft.drafters.lookup.past_texts import (
+    BLOCK,
+    LONGEST_MATCH,
+    Continuation,
+    HistoryDraft,
+    HistorySession,
+    Record,
+    TokenIndex,
+    Trust,
+)
 from hf_hsdraft.hub.pretrained_drafter import stored_options
 
 KEY = bytes(range(32))

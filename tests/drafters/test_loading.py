@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, PreTrained
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, HSDraftConfig, HSDrafter, register_drafter
 from hf_hsdraft.drafters.base.registry import FAMILIES
-from hf_hsdraft.hub import fetching
+from hf_hsdraft.hub import drafter_files
 
 
 def generate(target, drafter, prompt, **kwargs):
@@ -163,7 +163,7 @@ def test_a_folder_named_like_an_owner_hides_no_repository(folder, tmp_path, monk
             return folder
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(fetching, "snapshot_download", download)
+    monkeypatch.setattr(drafter_files, "snapshot_download", download)
     (tmp_path / "Owner" / "other").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert isinstance(AutoDrafter.from_pretrained("Owner/drafter"), HSDrafter)

@@ -20,11 +20,10 @@ from transformers import (
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.base.auto_drafter import find
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.finding import find
 from hf_hsdraft.drafters.base.protocol import Call
-from hf_hsdraft.drafters.base.registry import recognise
-from hf_hsdraft.drafters.base.target_info import Evidence, TargetInfo
+from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo, recognise
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
 from hf_hsdraft.hub.checkpoint import Checkpoint
 

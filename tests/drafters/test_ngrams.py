@@ -16,7 +16,7 @@ from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache, NgramSession
+from hf_hsdraft.drafters.lookup.ngrams import NgramCache, NgramSession
 from hf_hsdraft.methods.lossy.relaxed import FLy
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 from hf_hsdraft.verify.verdict import Nodes

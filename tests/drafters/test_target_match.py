@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, pipeline
 
 from hf_hsdraft import CachebackDrafter, HSDrafter
-from hf_hsdraft.drafters.base.target_info import tokenizer_hash
+from hf_hsdraft.drafters.base.registry import tokenizer_hash
 from hf_hsdraft.drafters.hidden_state.target_match import explain_mismatch, measure_match
 from hf_hsdraft.training.families.hidden_state import record_target
 

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from hf_hsdraft.core.fields import Fields
 from hf_hsdraft.hub.checkpoint import Checkpoint
 from hf_hsdraft.hub.drafter_files import DamagedFile
-from hf_hsdraft.hub.speculators_format import check_proposals, speculators_fields
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "d2t": torch.arange(4)}
 
@@ -127,11 +126,3 @@ def test_fields_name_what_is_wrong():
     fields.ignore("extra")
     fields.refuse_unread()
     assert fields.integer("none", 3) == 3
-
-
-def test_a_lossy_rule_of_acceptance_is_refused():
-    config = speculators_fields("eagle3", 3, "a/target", ["LlamaForCausalLM"])
-    check_proposals(Fields(config, "config.json"))
-    config["speculators_config"]["proposal_methods"][0]["verifier_accept_k"] = 2
-    with pytest.raises(ValueError, match="verifier_accept_k=2"):
-        check_proposals(Fields(config, "config.json"))

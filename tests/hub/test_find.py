@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_layers import MtpModel
 
-from hf_hsdraft.drafters.base.target_info import tokenizer_hash
+from hf_hsdraft.drafters.base.registry import tokenizer_hash
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 
 pytestmark = pytest.mark.process

@@ -15,8 +15,8 @@ from family_helpers import make_block_drafter, make_eagle, make_flashmap, make_l
 from oracles.assistant_parity import CASES, loaded, made
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter
-from hf_hsdraft.drafters.base import finding
-from hf_hsdraft.drafters.base.target_info import TargetInfo
+from hf_hsdraft.drafters.base import auto_drafter
+from hf_hsdraft.drafters.base.registry import TargetInfo
 from hf_hsdraft.hub.checkpoint import Checkpoint
 from hf_hsdraft.hub.drafter_files import read_json
 
@@ -84,7 +84,7 @@ def test_any_changed_configuration_loads_or_is_refused_at_once(saved):
             assert told.isprintable() and len(told) < 4000, told
             assert time.monotonic() - began < SECONDS, (told, changed)
             checkpoint = Checkpoint("user/mutated", saved, _config(path))
-            list(finding._fitting(checkpoint, target, ""))  # survives it
+            list(auto_drafter._fitting(checkpoint, target, ""))  # survives it
             assert time.monotonic() - began < 2 * SECONDS, (told, changed)
     finally:
         path.write_text(original)
@@ -132,8 +132,8 @@ def test_language_models_are_bounded_before_they_are_built(tmp_path, monkeypatch
         AutoDrafter.from_pretrained(tmp_path)
     assert time.monotonic() - began < SECONDS
     warned = []
-    monkeypatch.setattr(finding.logger, "warning", warned.append)
-    assert not list(finding._fitting(Checkpoint("user/lm", tmp_path, _config(path)), _big_target(), ""))
+    monkeypatch.setattr(auto_drafter.logger, "warning", warned.append)
+    assert not list(auto_drafter._fitting(Checkpoint("user/lm", tmp_path, _config(path)), _big_target(), ""))
     assert all("user/lm" in line and line.isprintable() for line in warned) and len(warned) <= 1
 
 

@@ -15,7 +15,7 @@ from training_helpers import planned, run
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLMDrafter
-from hf_hsdraft.drafters.language_model.layer_subset import layers_of, with_layers
+from hf_hsdraft.methods.distillation.layer_subset import layers_of, with_layers
 from hf_hsdraft.methods.distillation.lm_training import LMPredictions
 from hf_hsdraft.methods.souping.pruning import prune
 from hf_hsdraft.training.data.conversations import TokenizedConversation

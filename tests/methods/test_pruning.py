@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.drafters.language_model.layer_subset import evenly, layers_of
+from hf_hsdraft.methods.distillation.layer_subset import evenly, layers_of
 from hf_hsdraft.methods.souping.pruning import prune
 from hf_hsdraft.training.families.trainable import TRAINABLE
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, SteeredLMDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.language_model.layer_subset import with_layers
+from hf_hsdraft.methods.distillation.layer_subset import with_layers
 from hf_hsdraft.methods.steering.steered_lm import Steering, SteeringSizes
 
 

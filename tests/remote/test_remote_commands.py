@@ -16,7 +16,7 @@ from remote_bench.clients import Order, run, soak
 from remote_helpers import plain, prompts, serving, until
 
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
+from hf_hsdraft.drafters.lookup.cacheback import CachebackDrafter
 from hf_hsdraft.remote.verify_server import VerifyServer
 
 

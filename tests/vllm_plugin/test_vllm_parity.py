@@ -8,8 +8,8 @@ import vllm_parity
 from conftest import make_target
 from vllm_parity import all_columns, by_generate
 
-from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
-from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
+from hf_hsdraft.drafters.lookup.cacheback import CachebackDrafter
+from hf_hsdraft.drafters.lookup.ngrams import NgramCache
 
 LENGTH, NEW = 3, 24
 

@@ -17,7 +17,7 @@ from conftest import make_drafter, make_target
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
+from hf_hsdraft.drafters.lookup.ngrams import NgramCache
 from hf_hsdraft.vllm_plugin import ngram_proposer
 from hf_hsdraft.vllm_plugin.ngram_proposer import NgramProposer
 from hf_hsdraft.vllm_plugin.registration import register

@@ -1,25 +1,225 @@
-"""Loads a drafter of any family, by the `model_type` in its config.json or by its format."""
+"""Loads a drafter of any family, and finds what drafts for a target.
+
+Families are told by the `model_type` in config.json, others by their format. Finding looks into the target's
+checkpoint, the cache and the Hub; no weights are loaded or fetched.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, ModelInfo
+from huggingface_hub.constants import is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ...core.checks import printable
-from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import CONFIG, read_json
-from ...hub.fetching import HUB_ARGUMENTS, find_folder, loading
+from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets, target_of
+from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, DamagedFile, find_folder, loading, read_json
 from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
+from ...runtime.target_loading import default_drafter
 from .draft_options import option_names
-from .finding import find, train_command
-from .registry import FAMILIES, Family, Format, load_families, recognise
-from .saved_drafter import Placement, give_options, refuse_unknown
-from .target_info import TargetInfo
+from .registry import FAMILIES, Evidence, Family, Fit, Format, TargetInfo, fit_of, load_families, recognise
+from .saved_drafter import Placement, WeightlessDrafter, give_options, refuse_unknown
 
 logger = logging.get_logger(__name__)
+
+# Tags of cards that mark a drafter, and parts of names that do where a card has no such tag.
+_TAGS = ("speculative-decoding", "hsdraft", "speculators", "eagle3", "dflash", "dspark")
+_PARTS_OF_NAMES = (
+    "eagle", "dflash", "dspark", "draft", "specul", "assistant", "nextn", "medusa", "hydra", "accelerator", "pard",
+)  # fmt: skip
+_MOST_LISTED = 100  # models of one answer of the Hub
+_UNUSABLE = (OSError, TypeError, ValueError, AttributeError, LookupError)  # gated, incomplete, damaged, no drafter
+_TREES = "trees or chains"  # of this package's own families that are made for a target
+_PATIENCE = 10.0  # seconds to wait for its first answer
+
+
+@dataclass(frozen=True)
+class Found:
+    """A way to draft for a target."""
+
+    name: str  # Hub name or folder; of others what they are
+    kind: str  # class of the drafter, and the format of its files
+    why: str  # why it drafts for this target
+    bytes: int | None  # size of the weights; None if it is unknown
+    use: str  # a line of code that uses it
+    trained: bool = True  # whether it was trained for this target, or for one like it
+    here: bool = True  # whether it can be used without the network
+    loading: Mapping[str, Any] = field(default_factory=dict)  # arguments of `AutoDrafter.from_pretrained`
+    made: Callable[[Any], Any] | None = None  # makes a drafter without files for the loaded target
+    drafts: str = ""  # whether trees or chains, and in how many forwards
+    problem: str = ""  # why it does not draft here, although it was made for the target; empty if it does
+    evidence: Evidence = Evidence.SIZES
+
+
+Finder = Callable[[TargetInfo, bool], Iterator[Found]]  # takes whether only local files may be read
+_finders: dict[str, Finder] = {}
+
+
+def register_finder(name: str, finder: Finder) -> None:
+    """Registers what finds drafters that have no files: those that were trained come first, the others last."""
+    _finders[name] = finder
+
+
+def find(target: TargetInfo, local_files_only: bool = False) -> tuple[list[Found], str]:
+    """Returns what drafts for a target, the best first, and a line on why the Hub was not asked, or an empty one.
+
+    The order: prediction layers of the checkpoint, drafters in the cache, published ones, smaller language models,
+    drafters of the target that do not draft here, n-grams; the same by how well they fit.
+    """
+    load_families()
+    cached = list(_cached(target))
+    here = {found.name for found in cached if found.here}
+    published, note = ([], "") if local_files_only else _published(target, here)
+    asked = {found.name for found in published}
+    every = [found for found in cached if found.here or found.name not in asked] + published
+    every.sort(key=_rank)
+    without_files = [found for finder in _finders.values() for found in finder(target, local_files_only)]
+    first, last = ([found for found in without_files if found.trained is trained] for trained in (True, False))
+    return [*first, *every, *last], note
+
+
+def _rank(found: Found) -> tuple[bool, bool, bool, Evidence, int]:
+    smallest = 0 if found.trained else found.bytes or 0  # of smaller language models, which come last
+    return bool(found.problem), not found.trained, not found.here, found.evidence, smallest
+
+
+def train_command(place: str) -> str:
+    """Returns the command that trains a drafter for the target at a place; empty for the default target."""
+    target = f"--target {shlex.quote(place)} " if place else ""
+    return f"hsdraft train {target}--out my-drafter"
+
+
+# In the cache
+
+
+def _cached(target: TargetInfo) -> Iterator[Found]:
+    """Drafters and smaller models in the cache, and the drafter that comes with a checkout of the package."""
+    chosen: dict[str, CachedModel] = {}
+    for model in cached_models():  # the latest commit, or that of the main branch
+        if model.checkpoint.name not in chosen or "main" in model.refs:
+            chosen[model.checkpoint.name] = model
+    if (own := default_drafter(None)) is not None:
+        yield from _fitting(Checkpoint(own, Path(own), read_json(Path(own) / CONFIG)), target, "")
+    for model in chosen.values():
+        if model.checkpoint.name != target.name:
+            yield from _fitting(model.checkpoint, target, "" if "main" in model.refs else model.commit)
+
+
+def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Iterator[Found]:
+    try:
+        found = _examined(checkpoint, target, named_targets(checkpoint.folder), revision)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a file in the cache may hold anything; panics of Rust are no Exceptions
+        if not isinstance(error, _UNUSABLE) or isinstance(error, DamagedFile):
+            told = printable(error, 300) or "no reason given"
+            logger.warning(f"{printable(checkpoint.name)} in the cache is passed over: {type(error).__name__}: {told}")
+        return
+    if found is not None and found.here:
+        yield found
+    elif found is not None and found.trained:
+        yield replace(found, why=f"{found.why}; its weights are not fetched yet")
+
+
+def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str], revision: str = "") -> Found | None:
+    """Looks at a drafter's configuration and the headers of its files; None if it was made for another target.
+
+    Raises one of `_UNUSABLE` if it is no drafter.
+    """
+    size, drafts, problem = checkpoint.bytes if checkpoint.is_described else None, "", ""
+    if not _is_of_family(checkpoint):
+        form = recognise(checkpoint)
+        kind = f"{form.drafter.__name__} ({form.name})" if form.drafter is not None else form.name
+        described = form.describe(checkpoint)
+        drafts, problem = described.get("drafts", ""), described.get("cannot be loaded", "")
+        if not problem:
+            fit = form.fit(checkpoint, target, named)
+        else:
+            is_named = target.is_named({*named, target_of(checkpoint.config)[0]})
+            fit = Fit(Evidence.NAMED, "made for this target") if is_named else None
+    else:
+        family, config = FAMILIES[checkpoint.config["model_type"]], None
+        if issubclass(family.config, PreTrainedConfig):
+            config = family.config.from_dict(dict(checkpoint.config))
+        elif issubclass(family.drafter, WeightlessDrafter):
+            place = checkpoint.folder / CONFIG
+            config, size = family.drafter.of_document(checkpoint.config, {}, {}, place).config, 0
+        kind, names_target = family.drafter.__name__, hasattr(config, "target_hidden_size")
+        fit, drafts = (fit_of(config, target, named), _TREES) if names_target else (None, "")
+    if fit is None:
+        return None
+    use = f"model.generate(**inputs, assistant_model={json.dumps(checkpoint.name)})"
+    if revision:
+        use = f'attach(model, {json.dumps(checkpoint.name)}, revision="{revision}")'
+    found = Found(checkpoint.name, kind, fit.why, size, f"cannot be loaded: {problem}" if problem else use)
+    told = {"here": size is not None, "loading": {"revision": revision} if revision else {}, "drafts": drafts}
+    return replace(found, trained=fit.evidence != Evidence.SMALLER, evidence=fit.evidence, problem=problem, **told)
+
+
+def _is_of_family(checkpoint: Checkpoint) -> bool:
+    """Whether these are files of this package, which tell by the configuration alone what they hold."""
+    model_type = checkpoint.config.get("model_type")
+    return isinstance(model_type, str) and model_type in FAMILIES
+
+
+# On the Hub
+
+
+def _published(target: TargetInfo, known: Collection[str]) -> tuple[list[Found], str]:
+    """Published drafters that are not among the `known` names, and a line on why the Hub was not asked."""
+    if not target.on_hub:
+        return [], "the Hub was not asked: the target has no name there"
+    if is_offline_mode():
+        return [], "the Hub was not asked: offline mode is on"
+    try:
+        listed = _listed(target.on_hub)
+        found = [each for info in listed if info.id not in known for each in _examined_on_hub(info, target)]
+    except RepositoryNotFoundError:
+        return [], f"the Hub was not asked: it has no repository {target.on_hub} that may be read"
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        return [], f"the Hub cannot be reached ({printable(error) or type(error).__name__})"
+    return found, ""
+
+
+def _listed(base: str) -> list[ModelInfo]:
+    """Returns the models whose cards name a model as their base and that may be drafters, by downloads."""
+    api = HfApi()
+    api.model_info(base, timeout=_PATIENCE)  # which is not tried again and again, as listing is
+    relation, found = f"base_model:{base}", {}
+    for tag in ("", *_TAGS):
+        tags = [relation, tag] if tag else [relation]
+        for info in api.list_models(filter=tags, sort="downloads", limit=_MOST_LISTED, full=True):
+            named = any(part in info.id.rsplit("/", 1)[-1].lower() for part in _PARTS_OF_NAMES)
+            if named or not {*_TAGS}.isdisjoint(info.tags or ()):
+                found[info.id] = info
+    return sorted(found.values(), key=lambda info: -(info.downloads or 0))
+
+
+def _examined_on_hub(info: ModelInfo, target: TargetInfo) -> Iterator[Found]:
+    """Examines a published drafter by its configuration and the headers of its weights."""
+    says = f"its card names {'this target' if target.on_hub == target.name else target.on_hub} as base model"
+    try:
+        checkpoint = Checkpoint.open(info.id)
+        if not _is_of_family(checkpoint) and not checkpoint.is_described:
+            if any(file.rfilename.endswith((".bin", ".pt")) for file in info.siblings or ()):
+                why = f"{says}; its format shows once its pickled weights are fetched"
+                use = f"model.generate(**inputs, assistant_model={json.dumps(info.id)})"
+                yield Found(info.id, "unknown format", why, None, use, here=False)
+            return
+        found = _examined(checkpoint, target, {target.on_hub})
+    except (*_UNUSABLE, ArithmeticError, MemoryError, RuntimeError):
+        return
+    if found is not None:
+        yield replace(found, here=False, why=says if found.trained else found.why)
 
 
 class AutoDrafter:

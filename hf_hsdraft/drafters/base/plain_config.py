@@ -8,9 +8,10 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from ...core.checks import Limit, is_number, settings
+from ...core.checks import Limit, check_fields, demand, integer, is_number, setting, settings
 from .travelling_config import any_special_tokens
 
+MOST_OF_TARGET = 4096  # layers
 FLAG = Limit(lambda value: isinstance(value, bool), "true or false")
 
 
@@ -32,16 +33,41 @@ class PlainConfig:
         return json.dumps(self.to_dict(), indent=2, default=dict) + "\n"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetSizes(PlainConfig):
-    """What files tell of the target that their drafter was made for; None for what they do not."""
+    """What files tell of the target that their drafter was made for. Fields are checked on construction.
+
+    A ValueError names a field that is out of range or contradicts another.
+    """
 
     model_type: ClassVar[str] = "sizes_of_target"
 
-    vocab_size: int
-    target_hidden_size: int
-    target_num_hidden_layers: int | None = None
-    target_name: str = ""
+    vocab_size: int | None = setting(
+        "of the target; `None` where the drafter takes that of any target", limit=integer(2**22), optional=True
+    )
+    draft_vocab_size: int | None = setting(
+        "V', the number of tokens that can be drafted; `None` for those of any target",
+        None, limit=integer(2**22), optional=True
+    )  # fmt: skip
+    target_hidden_size: int = setting("width of the target's hidden states", limit=integer(2**17))
+    target_num_hidden_layers: int | None = setting(
+        "of the target, where it is known", None, integer(MOST_OF_TARGET), optional=True
+    )
+    target_name: str = setting("name of the target, where it is known", "")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check_drafted(self) -> None:
+        """Raises a ValueError unless the drafted tokens are some of the target's."""
+        size, drafted = self.vocab_size, self.draft_vocab_size
+        valid = drafted is None if size is None else drafted is not None and drafted <= size
+        demand(valid, "draft_vocab_size", drafted, f"the target has only vocab_size={size} tokens")
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether only a part of the target's vocabulary can be drafted."""
+        return self.draft_vocab_size is not None and self.draft_vocab_size != self.vocab_size
 
 
 def described(kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What drafters of published architectures share: their networks, the target that they were made for, their files."""
+"""What drafters of published architectures share: configuration, network, and files in the speculators format."""
 
 from __future__ import annotations
 
@@ -14,24 +14,111 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import printable, public_name
+from ...core.checks import are_ascending, demand, integer, printable, public_name, setting
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint
-from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
-from ...hub.fetching import loading, taken_for_hub
-from ...hub.speculators_format import speculators_fields
+from ...hub.drafter_files import CONFIG, WEIGHTS, Shape, loading, taken_for_hub
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes, rotary_of
-from .draft_options import DraftOptions, default_options
+from .draft_options import DraftOptions, check_refiners, default_options
+from .plain_config import FLAG, MOST_OF_TARGET, TargetSizes
 from .published_format import PublishedFormat, drafted_ids
 from .readings import settle, settled_by, told
-from .refiners import check_refiners
-from .registry import recognise
+from .registry import misfit, recognise
 from .saved_drafter import Placement, SavedDrafter, take_options
-from .target_info import misfit
 from .target_weights import TargetWeights
+
+MOST_LAYERS, MOST_TAPS = 64, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedConfig(TargetSizes):
+    """Configuration of a drafter of a published architecture; as `TargetSizes`."""
+
+    target_tap_layers: Sequence[int] | None = setting(
+        "hidden states of the target that are read, ascending, in the order of the columns of `fc`. 0 are the "
+        "embeddings, k the output of layer k. `None` means 2, L // 2 and L - 3 of the target's L layers, (-1,) is L",
+        None,
+    )
+    sizes: LayerSizes = setting("of the layers")
+    num_hidden_layers: int = setting("number of layers", 1, limit=integer(MOST_LAYERS))
+    rope: Mapping[str, Any] = setting(
+        "how positions are rotated: `rope_parameters`, or `rope_theta` and `rope_scaling`, and "
+        "`max_position_embeddings`, see `rotary_of`",
+        default_factory=dict, hash=False
+    )  # fmt: skip
+    mask_token_id: int | None = setting(
+        "the token whose embedding stands for tokens that are not drafted yet", None, integer(2**31, 0), optional=True
+    )
+    rotates_whole_heads: bool = setting("whether a `partial_rotary_factor` in `rope` is ignored", False, FLAG)
+    untold: Sequence[str] = setting(
+        "fields of this configuration that the files leave open; a trial on the target decides, see `readings`", ()
+    )
+    last_tap_is_normed: bool = setting(
+        "whether the target's last hidden state is read after its final norm, as transformers gives it", False, FLAG
+    )
+    target_architectures: Sequence[str] = setting("class names of the target, where they are known", ())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        taps, most = self.target_tap_layers, self.target_num_hidden_layers or MOST_OF_TARGET
+        valid = taps in (None, (-1,)) or (0 < len(taps) <= MOST_TAPS and are_ascending(taps, 0, most))
+        wanted = f"expected ascending indices of hidden states from 0 (embeddings) to {most}, each once"
+        demand(valid, "target_tap_layers", taps if taps is None else list(taps), wanted)
+        self.check_drafted()
+        size, mask = self.vocab_size, self.mask_token_id
+        valid = mask is None or size is None or mask < self.num_embedded
+        demand(valid, "mask_token_id", mask, f"expected a token id below vocab_size={size}")
+
+    @property
+    def rotation(self) -> dict[str, Any]:
+        """The fields of `rotary_of`."""
+
+        def kept(fields: Mapping[str, Any]) -> dict[str, Any]:
+            left = {name: kept(each) if isinstance(each, Mapping) else each for name, each in fields.items()}
+            return {name: each for name, each in left.items() if name != "partial_rotary_factor"}
+
+        return kept(self.rope) if self.rotates_whole_heads else dict(self.rope)
+
+    @property
+    def padding(self) -> int:
+        """The greatest number of rows for tokens beyond the target's vocabulary, by which tables are padded."""
+        return 0
+
+    @property
+    def num_embedded(self) -> int:
+        """The number of tokens that have an embedding, where the vocabulary is known."""
+        return self.vocab_size or 0
+
+    @property
+    def num_taps(self) -> int:
+        return 3 if self.target_tap_layers is None else len(self.target_tap_layers)
+
+    def taps_of(self, num_hidden_layers: int) -> tuple[int, ...]:
+        """Returns the hidden states that it reads of a target with so many layers."""
+        if self.target_tap_layers is not None:
+            return tuple(num_hidden_layers if tap == -1 else tap for tap in self.target_tap_layers)
+        return 2, num_hidden_layers // 2, num_hidden_layers - 3
+
+
+def fields_of_target(target: Any) -> dict[str, Any]:
+    """Returns the fields of a fresh drafter that a loaded target decides, with plain rope of its base."""
+    config = text_config(target)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "rope": {
+            "rope_parameters": {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_type": "default"},
+            "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2048,
+        },
+        "target_name": public_name(getattr(target, "name_or_path", "")),
+        "target_architectures": (type(target).__name__,),
+    }
+
 
 _LAYER_FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
@@ -294,9 +381,22 @@ def speculators_document(
         **(sliding if windows else {}),
         **{name: value for name, value in config.rope.items() if value is not None},
     }
-    target = public_name(config.target_name)
+    steps = config.num_draft_steps
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": steps, "verifier_accept_k": 1, "accept_tolerance": 0.0
+    }  # fmt: skip
     return {
-        **speculators_fields(kind, config.num_draft_steps, target, config.target_architectures),
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {
+                "name_or_path": public_name(config.target_name) or None,
+                "architectures": list(config.target_architectures),
+            },
+        },
         "architectures": [architecture],
         "dtype": str(dtype).removeprefix("torch."),
         "transformer_layer_config": layers,

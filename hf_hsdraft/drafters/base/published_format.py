@@ -17,17 +17,13 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING
 
-from ...core.checks import are_ascending, demand, printable, short
+from ...core.checks import are_ascending, demand, printable, settings, short
 from ...core.fields import REQUIRED, Fields
-from ...hub.checkpoint import Checkpoint, Shape
+from ...hub.checkpoint import Checkpoint, Shape, speculators_type, target_of
 from ...hub.drafter_files import CONFIG
-from ...hub.speculators_format import check_proposals, speculators_type, target_of
-from .published_layers import read_rope, sizes
-from .published_layers import read_windows as read_windows  # for the tables of families
-from .published_layers import rope as rope
+from .decoder_layer import LayerSizes
 from .readings import kept
-from .registry import AT_ONCE, IN_TURN, Format, fields_told, register_format, with_fields
-from .target_info import fit_of
+from .registry import AT_ONCE, IN_TURN, Format, fields_told, fit_of, register_format, with_fields
 
 OURS: Any = object()  # a default: that of our field; without one it is required
 USUAL_DRAFTED = 32000  # tokens, in the format of speculators
@@ -46,7 +42,7 @@ class Files:
         self.form, self.checkpoint, self.given = form, checkpoint, given
         top = Fields(checkpoint.config, CONFIG)
         if speculators_type(checkpoint):
-            check_proposals(top)
+            _check_proposals(top)
         if form.with_defaults and not form.layers:
             top = _with_defaults(top, form.with_defaults)
         self.top, self._tables = top, {"": top}
@@ -82,6 +78,18 @@ class Files:
             each.refuse_unread({name: neutral for name, (neutral, _) in FOREIGN["changing"].items()})
         for name in self.form.checked:
             self.table(name).refuse_unread_numbers()
+
+
+def _check_proposals(config: Fields) -> None:
+    """Reads `speculators_config`, if present. Raises a ValueError if it asks for a rule that changes the text."""
+    proposals, place = config.table("speculators_config", None), f"{CONFIG}, speculators_config.proposal_methods"
+    methods = proposals.values.get("proposal_methods") if proposals else None
+    demand(isinstance(methods, list | None), place, methods, "expected a list")
+    for method in methods or []:
+        fields = Fields(method if isinstance(method, dict) else {}, place)
+        fields.expect("proposal_type", "greedy")
+        fields.expect("verifier_accept_k", 1)
+        fields.expect("accept_tolerance", 0, 0.0)
 
 
 Row = Callable[[Files, "Field[Any]"], Any]
@@ -328,3 +336,100 @@ def offsets_listed(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
     valid = 0 <= int(ids.min()) <= int(ids.max()) < vocab_size and len(ids.unique()) == len(ids)
     demand(valid, TOKEN_MAP, ids.tolist(), f"expected tokens below {vocab_size}, each once")
     return ids.long() - torch.arange(len(ids))
+
+
+# Sizes that only some formats have; checked here so that a negative one is always refused.
+_SOMETIMES_READ = (
+    "num_hidden_layers", "num_target_layers", "sliding_window", "max_window_layers", "draft_vocab_size",
+    "target_hidden_size",
+)  # fmt: skip
+_SHOWN_PARTS = {
+    "attention_bias": "self_attn.q_proj.bias", "output_bias": "self_attn.o_proj.bias", "mlp_bias": "mlp.up_proj.bias",
+    "qk_norm": "self_attn.q_norm.weight",
+}  # fmt: skip
+_PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")  # names that vLLM takes
+_RENAMED = {"mrope": "default", "deepseek_yarn": "yarn"}  # types of rotary embeddings
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def sizes(files: Any, _: Any = None, layer: Fields | None = None, kind: Any = LayerSizes, **special: Any) -> LayerSizes:
+    """Reads sizes of layers from `Files`; tensors of the first one show biases, and norms of queries and keys."""
+    layer, limits = layer or files.layers, {each.name: each.metadata["limit"] for each in settings(LayerSizes)}
+    for name in _SOMETIMES_READ:
+        layer.integer(name, None, least=0)
+    required = "hidden_size", "intermediate_size", "num_attention_heads"
+    found: dict[str, Any] = {name: layer.checked(name, limits[name]) for name in required}
+    width, heads = found["hidden_size"], found["num_attention_heads"]
+    usual = {"num_key_value_heads": heads, "head_dim": width // heads, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    found |= {name: layer.checked(name, limits[name], default) for name, default in usual.items()}
+    found |= {name: files.shape(f"layers.0.{part}") is not None for name, part in _SHOWN_PARTS.items()}
+    return kind(**{**found, **special})
+
+
+def rope(kind: str = "", whole_heads: bool = False, in_part: bool = False) -> Callable[[Any, Any], dict[str, Any]]:
+    """Returns the row of `rope`, see `read_rope`."""
+    return lambda files, _: read_rope(files.layers, kind, whole_heads, in_part)
+
+
+def read_rope(layer: Fields, kind: str = "", whole_heads: bool = False, in_part: bool = False) -> dict[str, Any]:
+    """Reads the rotary embedding in the form that `rotary_of` takes.
+
+    Raises a ValueError if heads are rotated in part, and neither `whole_heads` nor `in_part` says what to do then.
+
+    Args:
+        kind: layer type whose entry is read if `rope_parameters` has one per type.
+        whole_heads: ignore a partial rotary factor: files copied from the target's configuration describe the target.
+        in_part: rotate only the first part of each head.
+    """
+    found = {name: value for name in ("rope_theta",) if (value := layer.number(name, None)) is not None}
+    if (longest := layer.integer("max_position_embeddings", None)) is not None:
+        found["max_position_embeddings"] = longest
+    if in_part:
+        factors = [layer.number(name, None, most=1.0) for name in _PARTIAL]
+        if (part := next((each for each in factors if each is not None), 1.0)) != 1.0:
+            found["partial_rotary_factor"] = part
+    elif not whole_heads:
+        layer.expect("partial_rotary_factor", 1, 1.0)
+    for name in ("rope_scaling", "rope_parameters"):
+        table = layer.table(name, None)
+        if table is not None:
+            table = (table.table(kind, None) if kind else None) or table
+            found[name] = _rotation(table, whole_heads, in_part)
+    return found
+
+
+def _rotation(table: Fields, whole_heads: bool, in_part: bool) -> dict[str, Any]:
+    """Reads one rotary embedding. "mrope" is plain rope for text, whose axes are equal."""
+    named = {name: table.values[name] for name in ("rope_type", "type") if name in table}
+    if any(not isinstance(each, str) for each in named.values()):
+        raise ValueError(f"rope_type={short(named)} in {table.place} is invalid: expected a name, such as 'yarn'")
+    found = {name: value for name, value in table.values.items() if not name.startswith("mrope_")}
+    found |= {name: _RENAMED.get(each, each) for name, each in named.items()}
+    for name in ("rope_theta", "factor", "original_max_position_embeddings"):
+        table.number(name, None)
+    if whole_heads and set(named.values()) <= {"default", "mrope"}:
+        found.pop("partial_rotary_factor", None)
+    elif in_part or "proportional" in named.values():  # the latter rotates whole heads, parts of them by angle 0
+        table.number("partial_rotary_factor", None, most=1.0)
+    else:
+        table.expect("partial_rotary_factor", 1, 1.0)
+    return found
+
+
+def read_windows(layer: Fields, count: int, by_types_alone: bool = False) -> tuple[int | None, ...]:
+    """Reads the sliding window of each layer, None for full attention; raises a ValueError for wrong `layer_types`.
+
+    Without them, it derives the window as Qwen3's configuration does, unless `by_types_alone`.
+    """
+    kinds = layer.values.get("layer_types")
+    if by_types_alone and (kinds is None or (isinstance(kinds, list) and "sliding_attention" not in kinds)):
+        return (None,) * count
+    if kinds is None:
+        slides = layer.flag("use_sliding_window", False) and "sliding_window" in layer
+        first = layer.integer("max_window_layers", 28, least=0) if slides else count
+        kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
+    if not (isinstance(kinds, Sequence) and len(kinds) == count and all(kind in _KINDS for kind in kinds)):
+        wanted = f"{count} of {' and '.join(_KINDS)}"
+        raise ValueError(f"layer_types={short(kinds)} in {layer.place} is invalid: expected {wanted}")
+    window = layer.integer("sliding_window") if "sliding_attention" in kinds else None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

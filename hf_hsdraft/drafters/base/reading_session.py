@@ -15,9 +15,8 @@ from ...core.draft_tree import Expansion
 from ...core.tensors import batched_attention, on_device
 from ...core.tuning import TUNING
 from .decoder_layer import AttendByLayer
-from .draft_options import DraftOptions
+from .draft_options import DraftOptions, refiner_of
 from .protocol import Accepted, Ask, Call
-from .refiners import refiner_of
 from .target_weights import TargetWeights
 from .tree_session import Confidence, DraftMemory, Levels, ParallelExpansion, TokenBias, TreeSession
 
@@ -251,6 +250,7 @@ class ReadingSession(TreeSession):
         self._context = RowContext(call.rows, layers, drafter.device, window)
         self._pending: list[list[Columns]] = [[] for _ in range(call.rows)]
         self._anchors: dict[int, torch.Tensor] = {}  # `[1]`, int64, the position of each row's last accepted token
+        self._left: dict[int, Any] = {}  # what `read` keeps of each row's last position, beside keys and values
         self._refiner = refiner_of(drafter, call.options, weights, call.rows)
         self.takes_new_texts = self._refiner is None
 
@@ -295,6 +295,7 @@ class ReadingSession(TreeSession):
         for row in set(range(len(self._pending))).difference(rows):
             self._pending[row] = []
             self._context.drop(row, self._context.lengths[row])
+            self._left.pop(row, None)
 
     def memory(self, length: int) -> DraftMemory | None:
         if len(self._pending) > 1:
@@ -303,10 +304,11 @@ class ReadingSession(TreeSession):
 
     def saved(self) -> Any:
         """Returns a copy of what the positions read of a single sequence have left, for `restore`."""
-        return self._context.copy_of(0)
+        return self._context.copy_of(0), self._left.get(0)
 
     def restore(self, saved: Any) -> None:
-        self._context = saved.copy_of(0)
+        context, left = saved
+        self._context, self._left = context.copy_of(0), {} if left is None else {0: left}
 
     def resume(self, memory: Any, cached: int) -> None:
         """Continues from a memory of the same sequence; another one's would cost acceptance, so it is ignored."""

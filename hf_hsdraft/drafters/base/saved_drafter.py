@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from ...core.checks import FORMAT_VERSION, is_misspelt, nearest_option, printable
-from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, read_json
-from ...hub.fetching import find_folder, loading, taken_for_hub
+from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, find_folder, loading, read_json, taken_for_hub
 from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import stored_options, write_options
-from ...hub.publication import bring_known, complete_folder
-from ...hub.pushing import push
+from ...hub.publication import bring_known, complete_folder, push
 from .draft_options import option_names
 from .protocol import Drafter
 
@@ -133,7 +131,7 @@ class SavedDrafter(Drafter):
             write_card(partial, folder.resolve().name)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Uploads what `save_pretrained` writes to the Hub; arguments and errors as `hub.pushing.push`."""
+        """Uploads what `save_pretrained` writes to the Hub; arguments and errors as `hub.publication.push`."""
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return push(Path(folder), repo_id, **kwargs)

@@ -138,7 +138,7 @@ class ParallelExpansion(Expansion):
     bias: TokenBias | None = None  # of the path's tokens; without it, nodes have no states
     temperature: float = 1.0  # of the returned distributions
     race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
-    refinement: Any = None  # by a refiner's model of the path; see `refiners`
+    refinement: Any = None  # by a refiner's model of the path; see `draft_options`
     confidence: Confidence | None = None  # used in the search for the best trees
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
 

@@ -10,7 +10,7 @@ from ...core.checks import POSITIVE, choice, demand, integer, is_integer, settin
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.decoder_layer import LayerSizes
 from ..base.plain_config import FLAG, described, number
-from ..base.published_config import PublishedConfig, fields_of_target
+from ..base.published import PublishedConfig, fields_of_target
 from ..base.travelling_config import any_special_tokens, own_integer
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")

@@ -24,9 +24,9 @@ from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
 from ..base.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
+from ..base.draft_options import REFINER_OPTIONS
 from ..base.protocol import Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles, speculators_document
-from ..base.refiners import REFINER_OPTIONS
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import BlockConfig
 from .heads import MARKOV_HEADS, BlockHead, CandidateSelector, ConfidenceHead, DominoHead

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 from ...core.checks import printable
-from ...hub.checkpoint import Checkpoint
-from ...hub.speculators_format import speculators_type
+from ...hub.checkpoint import Checkpoint, speculators_type
 from ..base.published_format import FOREIGN, OURS, PublishedFormat, rope, same, shown, speculators, taps, told
-from ..base.registry import Format, register_format
+from ..base.registry import register_refusal
 from . import rows
 from .drafter import BlockDrafter
 
@@ -251,30 +250,27 @@ _OTHERS = {
 }
 
 
-def _other(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the key of `_OTHERS`, and the field that tells it; empty strings for none."""
+def _why_other(config: Mapping[str, Any]) -> str:
+    """Returns which of `_OTHERS` a config.json is of, and the field that tells it; an empty string for none."""
     table = config.get(rows.OWN)
     own = table if isinstance(table, dict) else {}
     fields = {name: config.get(name) for name in ("architectures", "model_type")}
     fields |= {name: own.get(name) for name in own if name == "projector_type" or name.startswith("lilicorr")}
-    texts = [(f"{name}={value!r}", f"{name} {value}".lower()) for name, value in fields.items()]
-    found = ((key, field) for key in _OTHERS for field, text in texts if key in text)
-    return next(found, ("", ""))
-
-
-def _refuse(checkpoint: Checkpoint, **_: Any) -> Any:
-    key, field = _other(checkpoint.config)
-    raise ValueError(
-        f"{printable(checkpoint.name)} is {_OTHERS[key]} ({printable(field, 200)}): that is not drafted with here; "
-        "expected DFlash, DFlash2, DSpark, Domino or JetSpec (projector_type dflash, dflash2, dspark or domino)"
-    )
-
-
-def _is_other(checkpoint: Checkpoint) -> bool:
-    return bool(_other(checkpoint.config)[0])
+    for key, what in _OTHERS.items():
+        for name, value in fields.items():
+            if key in f"{name} {value}".lower():
+                return (
+                    f"is {what} ({printable(f'{name}={value!r}', 200)}): that is not drafted with here; expected "
+                    "DFlash, DFlash2, DSpark, Domino or JetSpec (projector_type dflash, dflash2, dspark or domino)"
+                )
+    return ""
 
 
 for _form in FORMATS:
     _form.register()
-_possible = lambda config: bool(_other(config)[0])  # noqa: E731
-register_format(Format("other block drafters", 15, _is_other, _refuse, possible=_possible, loads=False))
+register_refusal(
+    "other block drafters",
+    15,
+    lambda checkpoint: _why_other(checkpoint.config),
+    lambda config: bool(_why_other(config)),
+)

@@ -12,7 +12,7 @@ from ...core.fields import Fields
 from ...hub.checkpoint import LOOSE_MASK
 from ...hub.drafter_files import CONFIG
 from ..base.decoder_layer import LayerSizes
-from ..base.published_config import MOST_LAYERS
+from ..base.published import MOST_LAYERS
 from ..base.published_format import REQUIRED, Files, Row, read_rope, read_windows, sizes, taps, told
 from .configuration import BlockConfig, Sight, spread_layers
 

@@ -1,4 +1,4 @@
-"""Published formats of EAGLE-3 drafters, as tables.
+"""Published formats of EAGLE drafters, as tables.
 
 | format | written by | hidden states it names |
 |---|---|---|
@@ -9,25 +9,30 @@
 | EAGLE-3 | DeepSpec | `target_layer_ids`, plus one |
 | EAGLE-1, EAGLE-2, HASS, FR-Spec | their authors, vLLM | none: the last one, after the final norm |
 
-Tensors have the network's parameter names, except that the first layer may be called `midlayer`.
+Tensors have the network's parameter names, except that the first layer may be called `midlayer`. In EAGLE-1 and -2 `fc`
+fuses a token's embedding with one hidden state, and output rows are the target's.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ...core.checks import few, printable
+import torch
+
+from ...core.checks import demand, few, is_integer, printable
 from ...core.fields import Fields
-from ...hub.checkpoint import Checkpoint
-from ...hub.speculators_format import speculators_type
+from ...hub.checkpoint import Checkpoint, speculators_type
 from ..base.decoder_layer import LayerSizes
 from ..base.published_format import (
     FOREIGN,
     OURS,
+    TOKEN_MAP,
     USUAL_DRAFTED,
     Files,
     PublishedFormat,
@@ -41,10 +46,9 @@ from ..base.published_format import (
     taps,
     told,
 )
-from ..base.registry import Format, register_format
-from .configuration import DRAFT_STEPS
+from ..base.registry import register_refusal
+from .configuration import DRAFT_STEPS, LatentSizes
 from .drafter import EagleDrafter
-from .layers import LatentSizes
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_NEMO = "LlamaEagle3DraftModel"
@@ -148,22 +152,18 @@ def _mask(files: Files, each: Field[Any]) -> int | None:
     return found
 
 
-def _refuse(checkpoint: Checkpoint, **_: Any) -> Any:
-    """Raises a ValueError for the heads of a target."""
-    name, kind = printable(checkpoint.name), speculators_type(checkpoint)
-    found = f"speculators_model_type={kind}" if kind else few(of_target(checkpoint.shapes))
-    raise ValueError(
-        f"{name} holds a target's own prediction heads ({found}): those are not drafted with here; expected a drafter "
-        "in files of its own"
+def _why_refused(checkpoint: Checkpoint) -> str:
+    kind, heads = speculators_type(checkpoint), of_target(checkpoint.shapes)
+    if kind != "mtp" and not heads:
+        return ""
+    return (
+        f"holds a target's own prediction heads ({f'speculators_model_type={kind}' if kind else few(heads)}): those "
+        "are not drafted with here; expected a drafter in files of its own"
     )
 
 
 def _may_be_refused(config: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in config or {"hidden_size", "vocab_size"} <= config.keys()
-
-
-def _is_refused(checkpoint: Checkpoint) -> bool:
-    return speculators_type(checkpoint) == "mtp" or bool(of_target(checkpoint.shapes))
 
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:
@@ -262,6 +262,105 @@ FORMATS = (
     ),
 )
 
-for _form in FORMATS:
+
+_LISTS, _USUAL_LIST = "freq_*.pt", 32768
+
+
+def _is_eagle1(checkpoint: Checkpoint, nested: bool) -> bool:
+    """Whether `fc` takes an embedding and a state of the same width, and no layer does."""
+    names, config = checkpoint.shapes, checkpoint.config
+    width = names.get("fc.weight", (0, 1))
+    others = speculators_type(checkpoint) or "Eagle4" in str(config.get("architectures")) or of_target(names)
+    has_layer = any(name.endswith("layers.0.self_attn.q_proj.weight") for name in names)
+    is_older = has_layer and not any("hidden_norm" in name for name in names)
+    return not others and is_older and width[1] == 2 * width[0] and isinstance(config.get("model"), dict) is nested
+
+
+def _frequent(files: Files) -> tuple[int, ...] | None:
+    """The tokens that can be drafted, of a list beside an EAGLE-2 drafter (FR-Spec), unless it is among the weights.
+
+    Its authors give several lists; their script takes 32,768 tokens.
+    """
+    checkpoint, given = files.checkpoint, files.given.get("frequent_tokens")
+    if isinstance(given, str) or (given is None and TOKEN_MAP not in checkpoint.shapes):
+        folder, name = checkpoint.also(given or _LISTS), given or f"freq_{_USUAL_LIST}.pt"
+        lists = [folder / name] if (folder / name).is_file() or given else sorted(folder.glob(_LISTS))
+        given = _listed(lists[-1]) if lists else None
+    if given is None:
+        return None
+    ids = given.tolist() if isinstance(given, torch.Tensor) else given
+    valid = isinstance(ids, Sequence) and len(ids) > 0 and all(map(is_integer, ids))
+    demand(valid, "frequent_tokens", ids, "expected a list of token ids")
+    return tuple(ids)
+
+
+def _listed(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may raise anything
+        why = printable(error) or type(error).__name__
+        raise ValueError(f"frequent_tokens={path.name!r} cannot be read ({why}): expected a list of tokens") from error
+
+
+def _drafted(files: Files, _: Any = None) -> int:
+    """The number of tokens that can be drafted."""
+    ids, vocab_size = _frequent(files), files.layers.integer("vocab_size")
+    return files.checkpoint.shapes.get(TOKEN_MAP, (vocab_size,))[0] if ids is None else len(ids)
+
+
+def _has_listed_head(files: Files, _: Any) -> bool:
+    """Whether there are output rows of the drafted tokens; a longer head is a copy of the target's."""
+    shape = files.shape("lm_head.weight")
+    return shape is not None and shape[0] == _drafted(files)
+
+
+_OF_EAGLE1 = {
+    **COMMON,
+    "fuses_embedding": True,
+    "target_tap_layers": (-1,),
+    "last_tap_is_normed": True,
+    "own_head": _has_listed_head,
+}
+_OF_AUTHORS = {
+    **_OF_EAGLE1,
+    "vocab_size": told("layers.vocab_size"),
+    "target_hidden_size": told("layers.hidden_size"),
+    "sizes": sizes,
+    "num_hidden_layers": layers,
+    "draft_vocab_size": _drafted,
+    "draft_vocab_ids": lambda files, _: _frequent(files),
+}
+
+OLDER_FORMATS = (
+    *(
+        PublishedFormat(
+            title,
+            71,
+            partial(_is_eagle1, nested=bool(place)),
+            EagleDrafter,
+            _OF_AUTHORS,
+            layers=place,
+            ignored=IGNORED,
+            expected=EXPECTED,
+            # Their classes load no others.
+            unread=("d2t", "layers.0.input_layernorm.weight", "lm_head.weight", "norm.weight", "t2d", TOKEN_MAP),
+            tensors={name: (f"model.model.{name}", f"model.{name}") for name in ("layers.", "embed_tokens.")},
+            given={"frequent_tokens": None},
+            needed=(place or "hidden_size",),
+        )
+        for title, place in (("EAGLE-1, EAGLE-2, HASS, FR-Spec", ""), ("EAGLE-1 of vLLM", "model"))
+    ),
+    speculators(
+        "eagle",
+        EagleDrafter,
+        {**_OF_EAGLE1, "draft_vocab_size": told("layers.vocab_size"), "num_draft_steps": proposed},
+        with_defaults=TYPES[::-1],
+        ignored=(*IGNORED, "fusion_bias"),  # the tensors show it
+        expected={**EXPECTED, "layernorms": (False,)},  # readers apply the norms at different places
+        tensors={"fc.": ("fusion_fc.",), "layers.0.": ("transformer.",)},
+    ),
+)
+
+for _form in (*FORMATS, *OLDER_FORMATS):
     _form.register()
-register_format(Format("heads of a target", 72, _is_refused, _refuse, possible=_may_be_refused, loads=False))
+register_refusal("heads of a target", 72, _why_refused, _may_be_refused)

@@ -1,4 +1,4 @@
-"""Drafters that are heads over the target's last hidden state, with the parameter names of published files.
+"""Drafters that are heads over the target's last hidden state, and their session; parameters as in published files.
 
 From h_{t-1}, the state that the last accepted token x_t was predicted from, head d predicts x_{t+d}. Medusa's heads
 read that state alone, so all depths are drafted at once. The others read the path's tokens too, one depth after the
@@ -18,15 +18,67 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.checks import POSITIVE, check_fields, demand, integer, public_name, setting
+from ...core.checks import POSITIVE, integer, public_name, setting
+from ...core.draft_tree import Expansion
+from ...core.tensors import on_device
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import Shape
-from ..base.plain_config import FLAG, PlainConfig, described
-from ..base.protocol import Call, Read, weights_of
+from ..base.draft_options import DraftOptions
+from ..base.plain_config import FLAG, TargetSizes, described
+from ..base.protocol import Accepted, Ask, Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles
 from ..base.published_format import TOKEN_MAP, offsets_listed
+from ..base.reading_session import Columns, ParallelSession, Slots, ends_of
 from ..base.target_weights import TargetWeights, borrow
-from .session import HeadsSession
+from ..base.tree_session import LevelExpansion, Levels
+
+
+class HeadLevels(Levels):
+    """The nodes drafted in one round, by their states; number 0 is the root."""
+
+    def __init__(self, network: Any, weights: TargetWeights, started: torch.Tensor, roots: torch.Tensor) -> None:
+        self._network, self._weights = network, weights
+        self._states = network.advance(1, started, roots, weights)  # of all nodes by number, `[B, 1 + m, S]`
+
+    def of_roots(self) -> torch.Tensor:
+        return self._network.logits_at(1, self._states[:, :1], self._weights)
+
+    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        known = self._states.shape[1]
+        above = self._states.gather(1, parents[..., None].expand(-1, -1, self._states.shape[2]))
+        made = self._network.advance(level, above, tokens, self._weights)
+        self._states = torch.cat([self._states, made], dim=1)
+        numbers = torch.arange(known, known + tokens.shape[1], device=tokens.device)
+        return self._network.logits_at(level, made, self._weights), numbers.expand_as(tokens)
+
+
+class HeadsSession(ParallelSession):
+    """Drafts trees (or chains) for a batch from the last hidden state of each row."""
+
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
+        super().__init__(drafter, weights, call, layers=0)
+        config = drafter.config
+        sizes = config.target_hidden_size, config.draft_vocab_size, config.num_draft_steps
+        self.kind = type(drafter).__name__, *sizes, drafter.dtype, drafter.device
+
+    def columns(self, news: Accepted) -> Columns:
+        taps, positions = super().columns(news)
+        return taps[-1:], positions[-1:]  # the others are never read
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        self._left.update(zip(counts, columns[0][ends_of(counts, columns[0].device)], strict=True))  # `[H]` each
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        network, rows, depth = self.drafter, [ask.row for ask in asks], min(depth, self.drafter.num_draft_steps)
+        self.read_pending(rows)
+        started = network.start(torch.stack([self._left[row] for row in rows])[:, None])
+        if network.reads_tokens:
+            roots = on_device([[ask.root] for ask in asks], started.device)
+            levels = HeadLevels(network, self.weights, started, roots)
+            return LevelExpansion(levels, depth, options.temperature, self.race(rows, depth))
+        logits = [network.logits_at(level, started, self.weights) for level in range(1, depth + 1)]
+        return self.expanded(asks, started, options, torch.cat(logits, dim=1), None)
+
 
 MOST_HEADS = 32
 _EPSILON = 1e-6  # of the norms of MLP and LSTM speculators
@@ -34,34 +86,18 @@ _EPSILON = 1e-6  # of the norms of MLP and LSTM speculators
 
 @described
 @dataclass(frozen=True, kw_only=True)
-class HeadsConfig(PlainConfig):
-    """What the configurations of these drafters share. A ValueError names a field that is out of range."""
+class HeadsConfig(TargetSizes):
+    """What the configurations of these drafters share; as `TargetSizes`."""
 
     model_type: ClassVar[str] = "heads"
     mask_token_id: ClassVar[None] = None
     target_tap_layers: ClassVar[None] = None
-    target_num_hidden_layers: ClassVar[None] = None
 
-    vocab_size: int | None = setting(
-        "of the target; `None` where the drafter takes that of any target", limit=integer(2**22), optional=True
-    )
-    draft_vocab_size: int | None = setting(
-        "V', the number of tokens that can be drafted; `None` for those of any target",
-        limit=integer(2**22), optional=True
-    )  # fmt: skip
-    target_hidden_size: int = setting("H, width of the target's hidden states", limit=integer(2**17))
     num_draft_steps: int = setting("number of heads, the greatest depth of a draft", limit=integer(MOST_HEADS))
-    target_name: str = setting("name of the target, where it is known", "")
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        size, drafted = self.vocab_size, self.draft_vocab_size
-        valid = drafted is None if size is None else drafted is not None and drafted <= size
-        demand(valid, "draft_vocab_size", drafted, f"the target has only vocab_size={size} tokens")
-
-    @property
-    def is_reduced(self) -> bool:
-        return self.draft_vocab_size != self.vocab_size
+        super().__post_init__()
+        self.check_drafted()
 
     @property
     def last_tap_is_normed(self) -> bool:

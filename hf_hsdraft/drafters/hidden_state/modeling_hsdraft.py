@@ -10,10 +10,9 @@ from transformers import GenerationConfig
 
 from ...core.tensors import device_of, is_unhooked, joined
 from ...hub.pretrained_drafter import PretrainedDrafter
-from ..base.draft_options import DraftOptions, default_options
+from ..base.draft_options import REFINER_OPTIONS, DraftOptions, check_refiners, default_options
 from ..base.packed_texts import PackedTexts
 from ..base.protocol import Call, Drafter, Read, check_sizes, weights_of
-from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.registry import register_drafter
 from ..base.target_weights import DrafterOutput
 from .candidate_generator import ChainDrafter

@@ -21,7 +21,7 @@ from ...core.checks import printable
 from ...core.tensors import device_of
 from ...core.tuning import TUNING
 from ...runtime.target_limits import furthest_position, rotary_limits, text_config
-from ..base.target_info import tokenizer_hash
+from ..base.registry import tokenizer_hash
 from .network import HSDraftNetwork
 
 logger = logging.get_logger(__name__)

@@ -25,8 +25,7 @@ from ...runtime.tree_reading import AttentionKind, as_attention_takes_it, tree_m
 from ..base.draft_options import DraftOptions
 from ..base.plain_config import TargetSizes
 from ..base.protocol import Accepted, Ask, Call, Read, weights_of
-from ..base.registry import Format, fields_told, register_format
-from ..base.target_info import Fit, TargetInfo, fit_of, misfit
+from ..base.registry import Fit, Format, TargetInfo, fields_told, fit_of, misfit, register_format
 from ..base.target_weights import borrow
 from ..base.tree_session import LevelExpansion, Levels, TreeSession
 from .lm_drafter import ModelDrafter
@@ -37,7 +36,7 @@ _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 def _sizes(config: Any) -> TargetSizes:
     """The sizes of the target, by transformers' configuration of an assistant."""
-    return TargetSizes(config.get_text_config().vocab_size, config.backbone_hidden_size)
+    return TargetSizes(vocab_size=config.get_text_config().vocab_size, target_hidden_size=config.backbone_hidden_size)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
 from ...hub.pretrained_drafter import stored_options
 from ...runtime.target_loading import marks_of_drafter
-from ..base.registry import AT_ONCE, IN_TURN
-from ..base.target_info import Evidence, Fit, TargetInfo
-from .lm_ability import what_differs
+from ..base.registry import AT_ONCE, IN_TURN, Evidence, Fit, TargetInfo
+from .lm_texts import what_differs
 
 # Numbers of parts, which transformers makes or lists each; the largest models have some hundreds.
 _COUNTS = re.compile(r"(^|_)(layers?|depths?|blocks?|experts?|heads?|groups?|labels?|stages?|codebooks?|streams?)$")

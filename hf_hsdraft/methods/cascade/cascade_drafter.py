@@ -26,11 +26,9 @@ from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import Placement, take_options
 from ...drafters.base.travelling_config import ANY
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, read_json
-from ...hub.fetching import find_folder, taken_for_hub
+from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, find_folder, read_json, taken_for_hub
 from ...hub.pretrained_drafter import write_options
-from ...hub.publication import complete_folder
-from ...hub.pushing import push_saved
+from ...hub.publication import complete_folder, push_saved
 from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from .cascade_session import CascadeSession, Step

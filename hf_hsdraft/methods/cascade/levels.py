@@ -9,9 +9,8 @@ import torch
 
 from ...core.tensors import embedded_tokens
 from ...drafters.base.protocol import Accepted, Drafter
-from ...drafters.language_model.lm_ability import ability_of
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
-from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, kind_of, shared_length
+from ...drafters.language_model.lm_texts import LMTexts, ability_of, groups_of_rows, kind_of, shared_length
 from ...runtime.target_limits import furthest_position, text_config
 from .supposing import SupposingSession
 

@@ -44,7 +44,7 @@ def plan(
     from ...bench.report import BenchResult, print_report
     from ...bench.run import NOTE, read_questions
     from ...bench.run import measure as measured_by
-    from ...drafters.ngrams.cacheback import CachebackDrafter
+    from ...drafters.lookup.cacheback import CachebackDrafter
     from ...runtime.prompt_inputs import encode_prompts
     from ...training.files import check_empty
     from . import planning

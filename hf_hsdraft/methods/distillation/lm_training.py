@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from ...core.checks import public_name
-from ...drafters.base.refiners import leave_folder
+from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.target_weights import DrafterOutput, TargetWeights
 from ...drafters.base.travelling_config import any_special_tokens
-from ...drafters.language_model.layer_subset import evenly, layers_of, with_layers
-from ...drafters.language_model.lm_ability import ability_of
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
+from ...drafters.language_model.lm_texts import ability_of
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import as_attention_takes_it
@@ -24,6 +23,7 @@ from ...training.families.family import OPTIONS, Choose, TrainableFamily, name_o
 from ...training.families.trainable import TRAINABLE
 from ...training.loss.chains import Branches
 from ...training.loss.predictions import Predictions, trained
+from .layer_subset import evenly, layers_of, with_layers
 
 _PRUNED_BY = 5  # a fresh drafter has a fifth of the target's layers
 

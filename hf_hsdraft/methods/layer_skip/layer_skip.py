@@ -25,10 +25,10 @@ from ...drafters.base.protocol import Call
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import WeightlessDrafter, give_options
 from ...drafters.base.travelling_config import ANY
-from ...drafters.language_model.layer_subset import layers_of, with_layers
-from ...drafters.language_model.lm_ability import ability_of, shared_tokens
-from ...drafters.language_model.lm_session import CausalLMSession
+from ...drafters.language_model.lm_drafter import CausalLMSession
+from ...drafters.language_model.lm_texts import ability_of, shared_tokens
 from ...runtime.target_limits import decoder_layers, text_config
+from ..distillation.layer_subset import layers_of, with_layers
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from ...core.draft_tree import (
     searched,
 )
 from ...core.tensors import RMSNorm, Transform, on_device
-from ...drafters.base import refiners
+from ...drafters.base import draft_options
 from ...drafters.base.target_weights import TargetWeights
 from ...hub.drafter_files import check_weights, read_json, sha256, tensors
 from ...training.files import write_complete
@@ -284,5 +284,5 @@ def p_best_trees(
     return trees
 
 
-refiners.REFINERS["refinement"] = Refiner
+draft_options.REFINERS["refinement"] = Refiner
 TREE_BUILDERS["p_best"] = Builder(p_best_trees, whole=True)

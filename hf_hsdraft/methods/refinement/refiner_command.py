@@ -34,7 +34,7 @@ def train_refiner(
 
     The drafter's option `refinement` sets its weight; it is 0 until you set it.
     """
-    from ...drafters.base.refiners import why_not_refined
+    from ...drafters.base.draft_options import why_not_refined
     from ...generate.by_name import load_drafter
     from ...training.data.conversations import read_answered, tokenize_conversation
     from ...training.files import check_place

@@ -15,7 +15,7 @@ import torch
 from transformers.utils import logging
 
 from ...core.checks import public_name
-from ...drafters.base.target_info import tokenizer_hash
+from ...drafters.base.registry import tokenizer_hash
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.target_match import explain_mismatch
 from ...hub.drafter_files import RECIPE

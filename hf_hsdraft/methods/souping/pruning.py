@@ -13,11 +13,11 @@ from transformers import __version__ as transformers_version
 
 from ..._version import __version__
 from ...core.checks import public_name
-from ...drafters.language_model.layer_subset import checked_layers, layers_of, with_layers
 from ...hub.publication import complete_folder
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import text_config
 from ...training.files import check_empty, write_json
+from ..distillation.layer_subset import checked_layers, layers_of, with_layers
 
 RECIPE = "pruning_recipe.json"
 _TRIED = 12  # tokens that the saved model reads in its check

@@ -58,9 +58,9 @@ def prune(
 
     The target's name is written into the recipe beside it and published with it; of a path, only the last part.
     """
-    from ...drafters.language_model.layer_subset import checked_layers, evenly, layers_of
     from ...runtime.target_loading import DEFAULT_TARGET
     from ...training.files import check_empty
+    from ..distillation.layer_subset import checked_layers, evenly, layers_of
     from .pruning import prune as save_pruned
 
     if (layers is None) == (num_layers is None):

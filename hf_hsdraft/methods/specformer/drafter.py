@@ -15,12 +15,11 @@ from ...core.checks import integer, setting
 from ...core.draft_tree import Expansion
 from ...core.tensors import RMSNorm, batched_attention, is_unhooked, on_device
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
-from ...drafters.base.draft_options import DraftOptions, default_options
+from ...drafters.base.draft_options import REFINER_OPTIONS, DraftOptions, check_refiners, default_options
 from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.plain_config import FLAG
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Read, check_sizes, weights_of
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots
-from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import AttendingConfig, as_list

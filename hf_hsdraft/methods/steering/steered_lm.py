@@ -27,19 +27,16 @@ from ...core.checks import is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Accepted, Call, Read, weights_of
-from ...drafters.base.registry import Format, register_format
-from ...drafters.base.target_info import Evidence, Fit, TargetInfo
+from ...drafters.base.registry import Evidence, Fit, Format, TargetInfo, register_format
 from ...drafters.base.travelling_config import default_tap_layers
-from ...drafters.language_model.layer_subset import layers_of, sharing_weights
-from ...drafters.language_model.lm_ability import ability_of, shared_tokens
-from ...drafters.language_model.lm_drafter import CausalLMDrafter
+from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMSession
 from ...drafters.language_model.lm_files import describe, fit, why_no_causal_lm, why_not_by_config
-from ...drafters.language_model.lm_session import CausalLMSession
-from ...drafters.language_model.lm_texts import LMTexts
+from ...drafters.language_model.lm_texts import LMTexts, ability_of, shared_tokens
 from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_runtime import TargetOutput
 from ...training.files import write_complete
+from ..distillation.layer_subset import layers_of, sharing_weights
 
 STEERING = "steering.safetensors"  # beside the language model, as in index.json
 _SIZES = "sizes"  # name of the metadata of that file

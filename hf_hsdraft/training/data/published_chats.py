@@ -14,7 +14,7 @@ from huggingface_hub import DatasetCardData
 from ...core.checks import printable, public_name
 from ...hub.drafter_files import CARD, read_document
 from ...hub.model_card import MARK, cell, code, table
-from ...hub.pushing import Repository, leave_foreign_card, told
+from ...hub.publication import Repository, leave_foreign_card, told
 from ..files import write_json
 from .dataset import RECIPE, RowFolder, differences
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from ...core.draft_tree import DraftTree
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from ...drafters.ngrams.cacheback import CachebackConfig
+from ...drafters.lookup.cacheback import CachebackConfig
 from ...runtime.target_loading import is_sharded
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...drafters.base.refiners import leave_folder
+from ...drafters.base.draft_options import leave_folder
 from ...runtime.target_limits import text_config
 from .conversations import TokenizedConversation
 

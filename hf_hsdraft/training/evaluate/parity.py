@@ -16,9 +16,8 @@ import torch
 
 from ...core.draft_tree import DraftTree, Expansion
 from ...cpu.products import in_full_precision
-from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.draft_options import NOT_REFINED, DraftOptions
 from ...drafters.base.protocol import WrappedDrafter
-from ...drafters.base.refiners import NOT_REFINED
 from ...engine.loop import Observer, Round
 from ...verify.verdict import Nodes, Verdict, Verifier
 from ..data.conversations import TokenizedConversation

@@ -12,8 +12,8 @@ from torch import nn
 
 from ...core.cache_name import CACHE, returned_cache
 from ...core.tensors import biased
-from ...drafters.base.refiners import leave_folder
-from ...drafters.base.target_info import tokenizer_hash
+from ...drafters.base.draft_options import leave_folder
+from ...drafters.base.registry import tokenizer_hash
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.target_match import can_measure, measure_match
 from ...hub.model_card import trunk_in_words

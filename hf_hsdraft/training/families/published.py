@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ...core.checks import public_name
 from ...drafters.base.decoder_layer import LayerSizes
-from ...drafters.base.refiners import leave_folder
+from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from ...hub.drafter_files import CONFIG
-from ...hub.fetching import find_folder, loading
+from ...hub.drafter_files import CONFIG, find_folder, loading
 from ...runtime.target_limits import text_config
 from ..data.conversations import Conversation, tokenize_conversation
 from ..data.gather import read_files

@@ -17,7 +17,7 @@ from ...core.checks import public_name
 from ...drafters.base.auto_drafter import AutoDrafter
 from ...hub.drafter_files import DOCUMENTS, FIGURES, RECIPE, read_json
 from ...hub.model_card import read_recipe, write_card
-from ...hub.pushing import push
+from ...hub.publication import push
 from ..data.plan import TrainingPlan
 from ..evaluate.pictures import draw_pictures
 from ..families.family import TrainableFamily

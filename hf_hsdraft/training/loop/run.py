@@ -17,7 +17,7 @@ from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
-from ...hub.pushing import Repository
+from ...hub.publication import Repository
 from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import (

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
-from ...drafters.base.refiners import leave_folder
+from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.target_weights import TargetWeights
 from ...engine.call_output import DraftStatistics, pooled_tau
 from ...runtime.target_loading import is_sharded

@@ -4,6 +4,11 @@ Places of n-grams are kept in hash chains, as in LZ77: a table has the newest pl
 links to the one before it. So an entry is a store, a look-up follows links, and nothing is ever sorted or merged. There
 is a chain for each of several lengths: the long n-grams find the places that match far back, which a chain of short
 ones would reach too late.
+
+A draft sorts what is found by how many tokens match, `TUNING.history_bins`, and by whether occurrences agree on what
+follows. Long matches come first, shorter ones share the remaining probability, and within a group the tokens share by
+their counts. How often a group holds the right token is counted as texts grow, so these probabilities are comparable to
+a trained drafter's.
 """
 
 from __future__ import annotations
@@ -11,13 +16,18 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...core.draft_tree import DraftTree, grown_tree
 from ...core.tuning import TUNING
+from ..base.protocol import Accepted, Ask, Call
+from .ngrams import LookupSession
 
 SEPARATOR = -1  # between texts; in no n-gram
 LONGEST_MATCH = 48  # tokens that a match is followed back
@@ -286,3 +296,166 @@ def _last_of(records: Sequence[Record], room: int) -> list[Record]:
     """The last records, as many as have room."""
     sizes = itertools.accumulate(len(record.tokens) + 1 for record in reversed(records))
     return list(records[len(records) - sum(size <= room for size in sizes) :])
+
+
+# Drafts from what was found
+
+_ALONE, _AGREED, _SPLIT = range(3)  # one occurrence; several that one token follows; several that differ
+Group = dict[int, list[Continuation]]  # occurrences by the token that follows, the longest and newest first
+
+
+class Trust:
+    """How often the tokens that followed earlier occurrences hold the next one, by length of match and agreement."""
+
+    def __init__(self) -> None:
+        self._counts = [[[0.0, 0.0] for _ in range(3)] for _ in TUNING.history_bins]  # right tokens, and all
+
+    def of(self, place: int, group: Group) -> float:
+        """Returns the probability that the next token is among a group's tokens."""
+        kind, assumed = _kind(group), TUNING.history_right[place]
+        if kind == _AGREED:
+            assumed = 1.0 - (1.0 - assumed) / 2
+        right, reached = self._counts[place][kind]
+        return (right + TUNING.history_prior * assumed) / (reached + TUNING.history_prior)
+
+    def count(self, place: int, group: Group, right: bool) -> None:
+        counts = self._counts[place][_kind(group)]
+        counts[0] += right
+        counts[1] += 1
+        if counts[1] > TUNING.history_most:
+            counts[:] = counts[0] / 2, counts[1] / 2
+
+
+def _kind(group: Group) -> int:
+    if len(group) > 1:
+        return _SPLIT
+    return _AGREED if len(next(iter(group.values()))) > 1 else _ALONE
+
+
+class HistoryDraft:
+    """The continuations of one text, as a tree that grows from the root, the text's last token."""
+
+    def __init__(self, root: int, found: Sequence[Continuation], trust: Trust) -> None:
+        self._root, self._trust = root, trust
+        # Of each path, by place in the bins.
+        self._at: dict[tuple[int, ...], dict[int, Group]] = {(): _groups(found, 0)}
+
+    def tree(self, size: int, depth: int, width: int | None = None, threshold: float = 0.0) -> DraftTree:
+        """Returns the most probable continuations, with at most `size` nodes besides the root.
+
+        `width` is the most children of a node, `threshold` the least probability of a path.
+        """
+        return grown_tree(self._root, self._next, size, depth, width, threshold)
+
+    def _next(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
+        """Returns tokens after a path with their probabilities, the most probable first."""
+        found, left = dict[int, float](), 1.0
+        for place, group in self._groups_at(path).items():
+            share = left * self._trust.of(place, group)
+            total = sum(map(len, group.values()))
+            for token, occurrences in group.items():
+                found[token] = found.get(token, 0.0) + share * len(occurrences) / total
+            left -= share
+        return sorted(found.items(), key=lambda each: -each[1])
+
+    def _groups_at(self, path: tuple[int, ...]) -> dict[int, Group]:
+        if path not in self._at:
+            above = self._at[path[:-1]].values()
+            alike = [each for group in above for each in group.get(path[-1], ())]
+            self._at[path] = _groups(alike, len(path))
+        return self._at[path]
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Counts which groups held the tokens that the text got, as far as the tree reaches."""
+        for depth, token in enumerate(tokens):
+            for place, group in self._groups_at(tuple(tokens[:depth])).items():
+                self._trust.count(place, group, token in group)
+                if token in group:
+                    break
+            else:
+                break
+
+
+def _groups(found: Sequence[Continuation], depth: int) -> dict[int, Group]:
+    """Occurrences by place in the bins, from the longest matches to the shortest, `depth` tokens after the root."""
+    groups: dict[int, Group] = {}
+    for each in found:
+        if depth < len(each.tokens):
+            place = bisect.bisect(TUNING.history_bins, each.length + depth) - 1
+            groups.setdefault(place, {}).setdefault(each.tokens[depth], []).append(each)
+    return dict(sorted(groups.items(), reverse=True))
+
+
+class GrowingTexts:
+    """The new tokens of the texts of a batch, so that each text may draft from the others."""
+
+    def __init__(self, rooms: Sequence[int]) -> None:
+        rooms = [min(room, TUNING.history_shown) + LONGEST_MATCH + 1 for room in rooms]
+        self._index = TokenIndex(sum(rooms))
+        self._begins = [self._index.begin + sum(rooms[:row]) for row in range(len(rooms))]
+        self._room = [begin + room - 1 for begin, room in zip(self._begins, rooms, strict=True)]
+        self._ends = list(self._begins)  # of what is written
+        self._entered = list(self._begins)
+
+    def begin(self, row: int, known: Sequence[int]) -> None:
+        """Takes the end of a prompt, by which matches are told apart, but which is not proposed."""
+        self._write(row, known[-LONGEST_MATCH:])
+        self._entered[row] = self._ends[row]
+
+    def extend(self, row: int, tokens: Sequence[int]) -> None:
+        self._write(row, tokens)
+        if self._ends[row] - self._entered[row] >= TUNING.history_step:  # together, as that takes less time
+            self._index.enter(self._entered[row], self._ends[row])
+            self._entered[row] = self._ends[row]
+
+    def _write(self, row: int, tokens: Sequence[int]) -> None:
+        end = min(self._ends[row] + len(tokens), self._room[row])
+        self._index.tokens[self._ends[row] : end] = tokens[: end - self._ends[row]]
+        self._ends[row] = end
+
+    def find(self, tail: Sequence[int], depth: int) -> list[Continuation]:
+        return self._index.find(tail, depth)
+
+
+class HistorySession(LookupSession):
+    """Drafts for each row by the texts of a `History`, and by the other rows of the call."""
+
+    def __init__(self, call: Call, history: Any) -> None:
+        super().__init__(call)
+        self._history = history
+        self._tails: dict[int, list[int]] = defaultdict(list)
+        self._drafts: dict[int, HistoryDraft] = {}  # the last one of each row
+        several = call.rows > 1 and call.texts is not None
+        self._growing = GrowingTexts([call.texts.room(row) for row in range(call.rows)]) if several else None
+
+    def _tree(self, ask: Ask) -> DraftTree:
+        tail, depth = self._tails[ask.row], min(ask.depth, ask.size, TUNING.history_depth)
+        if not tail or tail[-1] != ask.root or depth < 1:
+            return DraftTree.root(ask.root)
+        found = self._history.find(tail, depth)
+        if self._growing is not None:
+            found = [*self._growing.find(tail, depth), *found]
+        draft = self._drafts[ask.row] = HistoryDraft(ask.root, found, self._history.trust)
+        return draft.tree(ask.size, depth, 1 if ask.chain else None, self._options.threshold)
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            if (draft := self._drafts.pop(each.row, None)) is not None:
+                draft.learn(each.tokens)
+            earlier = [*each.earlier[-LONGEST_MATCH:]]
+            tail = self._tails[each.row] = self._known([*self._tails[each.row], *earlier, *each.tokens])
+            if self._growing is not None and earlier:
+                self._growing.begin(each.row, tail[: -len(each.tokens)])
+            if self._growing is not None:
+                self._growing.extend(each.row, each.tokens)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """The last tokens, after the last id that is no token."""
+        tail = tokens[-LONGEST_MATCH:]
+        odd = [place for place, token in enumerate(tail) if not 0 <= token < self._history.vocab_size]
+        return tail[odd[-1] + 1 :] if odd else tail
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for row in self._tails.keys() - set(rows):
+            del self._tails[row]
+        self._drafts = {}

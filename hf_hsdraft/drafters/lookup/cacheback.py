@@ -16,14 +16,14 @@ from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ...verify.registry import COMMON_OPTIONS
+from ..base.auto_drafter import Found, register_finder
 from ..base.draft_options import MOST_LEADING, default_options
-from ..base.finding import Found, register_finder
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Call
 from ..base.registry import register_drafter
 from ..base.saved_drafter import WeightlessDrafter
 from ..base.travelling_config import ANY
-from .ngram_cache import FollowerTable, NgramSession
+from .ngrams import FollowerTable, NgramSession
 
 logger = logging.get_logger(__name__)
 

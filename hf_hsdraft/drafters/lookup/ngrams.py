@@ -164,18 +164,13 @@ class NgramCache:
         return ranked
 
 
-class NgramSession(Session):
-    """Drafts by the n-grams of each row, and of other texts' `frozen` tables; needs the option `ngram_length`.
-
-    It is the session of `CachebackDrafter`, and stands in front of other sessions.
-    """
+class LookupSession(Session):
+    """A session that looks drafts up in tokens, which takes no time; subclasses have the tree of a row."""
 
     free = takes_new_texts = True
     takes_ngrams = False
 
-    def __init__(self, call: Call, frozen: Sequence[FollowerTable] = ()) -> None:
-        sizes = call.options.ngram_length, frozen, embedded_tokens(call.target)
-        self._caches: dict[int, NgramCache] = defaultdict(lambda: NgramCache(*sizes))
+    def __init__(self, call: Call) -> None:
         self._options, self._foresight = call.options, call.foresight
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -183,6 +178,18 @@ class NgramSession(Session):
         if self._foresight is not None:
             trees = self._foresight.scored(trees)
         return list(trees.values())
+
+    def _tree(self, ask: Ask) -> DraftTree:
+        raise NotImplementedError
+
+
+class NgramSession(LookupSession):
+    """Drafts by the n-grams of each row, and of other texts' `frozen` tables; needs the option `ngram_length`."""
+
+    def __init__(self, call: Call, frozen: Sequence[FollowerTable] = ()) -> None:
+        super().__init__(call)
+        sizes = call.options.ngram_length, frozen, embedded_tokens(call.target)
+        self._caches: dict[int, NgramCache] = defaultdict(lambda: NgramCache(*sizes))
 
     def _tree(self, ask: Ask) -> DraftTree:
         ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, TUNING.ngram_depth), self._options.threshold

@@ -1,1 +1,0 @@
-"""Drafts from past texts, shared by the calls of a drafter ("SuffixDecoding")."""

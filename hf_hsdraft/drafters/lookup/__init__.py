@@ -1,0 +1,1 @@
+"""Drafts looked up in earlier text: n-grams of a text itself ("Cacheback"), and past texts ("SuffixDecoding")."""

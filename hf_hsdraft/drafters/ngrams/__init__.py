@@ -1,1 +1,0 @@
-"""Drafts from n-grams of the text itself ("Cacheback")."""
