@@ -12,9 +12,9 @@ import torch
 from .conversations import Message, Prompt, with_padding
 from .generating import reply
 from .inventing import invent_turns
+from .plan import TEMPERATURES
 from .recording import TapRecorder
 
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 OnSkip = Callable[[Prompt, str], object]  # gets a prompt that is left out, and the reason
 
 

@@ -12,8 +12,9 @@ from itertools import islice
 from threading import Event, Semaphore, Thread
 from typing import Any
 
-from .answers import TEMPERATURES, Answered, OnSkip, temperature_of
+from .answers import Answered, OnSkip, temperature_of
 from .conversations import Message, Prompt
+from .plan import TEMPERATURES
 
 # Ways to ask for samples of the whole distribution; the first that the server accepts is used. Without them, servers
 # apply the model's own top-k. `transformers serve` refuses `top_k`, and would be greedy at any temperature.
