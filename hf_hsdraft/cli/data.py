@@ -36,7 +36,7 @@ def coverage(
     """Counts chats and tokens by kind, and measures the variety of answers and their overlap with other texts."""
     from ..runtime.target_loading import load_tokenizer
     from ..training.data.conversations import read_chats
-    from ..training.data.coverage import COVERED, DEFINITION, DISTINCT, count_covered, count_kinds
+    from ..training.data.overlap import COVERAGE, COVERED, DISTINCT, count_covered, count_kinds
 
     chats = [chat for path in train for chat in read_chats(path)]
     others = [chat for path in against or () for chat in read_chats(path)]
@@ -56,7 +56,7 @@ def coverage(
         columns = ["texts", "tokens", *(f"covered-{n}" for n in COVERED)]
         covered = ((row.kind, row.texts, row.tokens, *row.covered) for row in count_covered(chats, others, tokenize))
         _print_kinds(f"{what} of the other texts", columns, covered)
-    console.print(DEFINITION, highlight=False)
+    console.print(COVERAGE, highlight=False)
 
 
 def _print_kinds(title: str, columns: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> None:

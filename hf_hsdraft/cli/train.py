@@ -158,8 +158,8 @@ def train(
     need_extra("train", "train", ["accelerate", "datasets", "matplotlib", "pyarrow", *also])
     from ..runtime.target_loading import DEFAULT_TARGET, load_target
     from ..training.loop.arguments import DRAFTER_OPTIONS, parse_arguments
-    from ..training.loop.checks import prepared
     from ..training.loop.run_folder import check_no_other_run
+    from ..training.loop.start import prepared
 
     given = {name: value for name, value in options.items() if _is_given(context, name)}
     place, named = device or _own_device(), target or DEFAULT_TARGET

@@ -22,8 +22,7 @@ from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, as_trained, family_of
-from hf_hsdraft.training.loop.checks import prepared
-from hf_hsdraft.training.loop.start import drafter_to_start_from
+from hf_hsdraft.training.loop.start import drafter_to_start_from, prepared
 from hf_hsdraft.training.loss.chains import Chains, Pack, true_labels, unroll
 
 

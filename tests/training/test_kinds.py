@@ -11,10 +11,19 @@ from itertools import groupby
 import pytest
 
 from hf_hsdraft.training.data import inventing
-from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.generating import Reply
-from hf_hsdraft.training.data.inventing import invent_prompts, shortage
-from hf_hsdraft.training.data.kinds import KINDS, WORDS, Kind, chosen_kinds, kind_of_openings, quotas, sketch
+from hf_hsdraft.training.data.inventing import (
+    KINDS,
+    WORDS,
+    Kind,
+    chosen_kinds,
+    invent_prompts,
+    kind_of_openings,
+    quotas,
+    shortage,
+    sketch,
+)
+from hf_hsdraft.training.files import RowFolder
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 

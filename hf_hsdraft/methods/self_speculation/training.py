@@ -12,7 +12,7 @@ from typing import Any
 from ...training.families.hidden_state import TravellingFamily
 from ...training.families.trainable import TRAINABLE
 from ...training.loop.arguments import DRAFTER_OPTIONS
-from ...training.loss.predictions import StatePredictions
+from ...training.loss.chains import StatePredictions
 from .drafter import SelfDrafter
 
 

@@ -19,10 +19,9 @@ from ...drafters.base.target_weights import TargetWeights
 from ...training.families.hidden_state import TravellingFamily
 from ...training.families.trainable import TRAINABLE
 from ...training.loop.arguments import DRAFTER_OPTIONS, METHOD_OPTIONS, MethodOption
-from ...training.loss.chains import ChainLabels
+from ...training.loss.chains import ChainLabels, StatePredictions
 from ...training.loss.loss import CHUNK_LOGITS, LossParts, loss_parts, sum_over_chunks
 from ...training.loss.objectives import WHOLE_LOSSES, WholeLoss
-from ...training.loss.predictions import StatePredictions
 from .collapsed_frames import CollapsedFrames
 from .drafter import SpecFormerConfig, SpecFormerDrafter
 

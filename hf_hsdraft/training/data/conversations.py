@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .dataset import RowFolder
+from ..files import RowFolder
 
 Message = dict[str, Any]
 _TEMPLATE_FIELDS = ("tools", "documents")  # of a row, beside `messages`: arguments of the chat template

@@ -17,8 +17,8 @@ from transformers import __version__ as transformers_version
 
 from ..._version import __version__
 from ...runtime.target_loading import is_sharded
+from ..files import RowFolder
 from ..loop.progress import Reporter
-from .answers import Answered, OnSkip, answer_prompts, prompts_that_fit, row_of
 from .conversations import (
     Conversation,
     Message,
@@ -30,14 +30,21 @@ from .conversations import (
     render,
     tokenize_conversation,
 )
-from .dataset import RowFolder
 from .features import FeatureCache
-from .generating import Reply, reply
-from .inventing import invent_prompts, prompt_of, shortage
-from .kinds import Kind, chosen_kinds, kind_of_openings
+from .generating import (
+    Answered,
+    OnSkip,
+    Reply,
+    TapRecorder,
+    answer_prompts,
+    can_record,
+    prompts_that_fit,
+    reply,
+    row_of,
+)
+from .inventing import Kind, chosen_kinds, invent_prompts, kind_of_openings, prompt_of, shortage
 from .overlap import PromptIndex
 from .plan import INVENTED_PROMPTS, Report, TrainingPlan
-from .recording import TapRecorder, can_record
 from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)

@@ -12,8 +12,8 @@ from itertools import islice
 from threading import Event, Semaphore, Thread
 from typing import Any
 
-from .answers import Answered, OnSkip, temperature_of
 from .conversations import Message, Prompt
+from .generating import Answered, OnSkip, temperature_of
 from .plan import TEMPERATURES
 
 # Ways to ask for samples of the whole distribution; the first that the server accepts is used. Without them, servers

@@ -13,7 +13,7 @@ from ...core.methods import Registry
 from ...drafters.base.target_weights import TargetWeights
 from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
-from ..loss.predictions import Predictions
+from ..loss.chains import Predictions
 
 Choose = Callable[[], list[int]]
 OPTIONS = ("tree_size", "beam_width")  # drafting options, on which no weights depend

@@ -19,7 +19,7 @@ from ...drafters.hidden_state.target_match import can_measure, measure_match
 from ...hub.model_card import trunk_in_words
 from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import furthest_position
-from ..loss.predictions import StatePredictions, head_logits, some_columns, trained
+from ..loss.chains import StatePredictions, head_logits, some_columns, trained
 from .family import Choose, TrainableFamily, name_of
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."

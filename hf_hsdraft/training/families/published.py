@@ -23,7 +23,7 @@ from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter
 from ...drafters.eagle.configuration import EagleConfig
 from ...drafters.eagle.drafter import EagleDrafter, check_can_be_written
-from ..loss.predictions import Predictions, StatePredictions, trained
+from ..loss.chains import Predictions, StatePredictions, trained
 from .family import OPTIONS, Choose, TrainableFamily, name_of
 
 logger = logging.get_logger(__name__)

@@ -29,9 +29,9 @@ from ..data.conversations import (
 )
 from ..data.features import FeatureCache, LikelyTokens, feature_bytes, read_features
 from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
+from ..data.generating import can_record
 from ..data.plan import Report, TrainingPlan
 from ..data.published_chats import PublishedChats
-from ..data.recording import can_record
 from ..data.stream import ChatStream, StreamPlace
 from ..data.vocabulary import answer_counts, with_draft_vocabulary
 from ..families.family import TrainableFamily
@@ -39,7 +39,6 @@ from ..families.trainable import family_for
 from ..files import disk_full, is_disk_full
 from .arguments import DrafterTrainingArguments
 from .budget import ANSWERS, FIRST_ANSWERS, TimeBudget
-from .checks import check_learning, check_target_can_teach, fingerprint, prepared
 from .progress import Reporter, TrainingProgress
 from .results import name_data_set, publish, save, saved, untrained, what_is_computed
 from .run_folder import (
@@ -54,7 +53,15 @@ from .run_folder import (
     settings_of,
     steps_done,
 )
-from .start import draft_vocabulary, drafter_to_start_from, with_lora
+from .start import (
+    check_learning,
+    check_target_can_teach,
+    draft_vocabulary,
+    drafter_to_start_from,
+    fingerprint,
+    prepared,
+    with_lora,
+)
 from .trainer import DrafterTrainer
 
 _CANDIDATES, _LARGE_VOCABULARY = 16, 4096  # by default so many are compared, where so many can be drafted

@@ -34,8 +34,8 @@ from ..loss.loss import CHUNK_LOGITS, WEIGHTINGS, ChainLoss, LossParts
 from ..loss.objectives import WHOLE_LOSSES, objective_of
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
-from .checks import check_learning
 from .progress import Reporter, figures_in_words
+from .start import check_learning
 
 _BINS = 10  # of confidence
 

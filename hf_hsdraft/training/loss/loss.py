@@ -18,9 +18,8 @@ from ...core.methods import Registry
 from ...drafters.base.target_weights import TargetWeights
 from ..families.trainable import family_of
 from .candidates import Candidates, Columns, likely_columns
-from .chains import ChainLabels
+from .chains import ChainLabels, Predictions
 from .objectives import Objective
-from .predictions import Predictions
 
 # Takes logits of drafter and target, `[N, V']`, the places of their predictions, and the columns of the first choices
 # of target and drafter, `[N]`. Returns a sum over them and a detached value of each.
