@@ -98,8 +98,8 @@ class TrainingPlan:
     out: Annotated[str, "Folder of the run; run again to resume.", RUNNING, {"metavar": "PATH"}]
     cache_taps: Annotated[
         bool | None,
-        "Keep the target's hidden states on disk, so that no step computes them; default: where a target on "
-        "a CPU gives all answers.",
+        "Keep the target's hidden states on disk, so that no step computes them; default: where a target "
+        "on a CPU gives all answers.",
         RUNNING,
     ] = None
     stream: Annotated[bool, "Learn while the target still answers; each conversation --passes times.", RUNNING] = False
