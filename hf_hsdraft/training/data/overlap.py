@@ -1,20 +1,16 @@
-"""How training chats compare with other texts: near-duplicates of evaluation prompts, and what is covered.
+"""Near-duplicates between training data and evaluation prompts.
 
 Texts are compared by n-grams of 8 words: runs of letters and digits, lower-cased. A text with fewer words is a single
 n-gram. First user turns are compared, and later turns of 8 words or more. The overlap of a prompt is the greatest share
 of a turn's n-grams that occur in a single training chat, 0 to 1. Above 0.5 the two are near-duplicates.
-
-distinct-n and covered-n (`COVERAGE`) count n-grams of tokens, which do not cross the ends of texts (Li et al. 2016).
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from .conversations import Conversation, Prompt
 
 WORDS_OF_GRAM = 8
 NEAR = 0.5
@@ -86,85 +82,3 @@ class PromptIndex:
                 if share > best[index].share:
                     best[index] = Overlap(share, number)
         return best
-
-
-DISTINCT = (1, 2, 4)
-COVERED = (1, 2, 3)
-COVERAGE = (
-    "distinct-n: different n-grams of the answers / all of them; it falls as the amount grows. covered-n: share of the "
-    "n-grams of the other texts, repetitions counted, that occur in the training answers. All n-grams are of tokens."
-)
-
-Chats = Sequence[Conversation | Prompt]
-Tokenize = Callable[[str], Sequence[int] | Sequence[str]]
-Tokens = Sequence[int] | Sequence[str]
-
-
-@dataclass(frozen=True)
-class KindCounts:
-    """Tokens of user and assistant in the chats of one kind, and distinct-n of the answers for each n of `DISTINCT`."""
-
-    kind: str
-    chats: int
-    asked: int
-    answered: int
-    distinct: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class CoveredCounts:
-    """How much of the texts of one kind occurs in the training answers: covered-n for each n of `COVERED`."""
-
-    kind: str
-    texts: int
-    tokens: int
-    covered: tuple[float, ...]
-
-
-def count_kinds(chats: Chats, tokenize: Tokenize) -> list[KindCounts]:
-    """Counts each kind, the largest first, and then all chats together."""
-    tokenized = [
-        (chat.category, [tokenize(text) for text in chat.turns], [tokenize(text) for text in chat.answers])
-        for chat in chats
-    ]
-
-    def counted(kind: str, members: Sequence[tuple[str, list[Tokens], list[Tokens]]]) -> KindCounts:
-        answers = [tokens for _, _, texts in members for tokens in texts]
-        asked = sum(len(tokens) for _, texts, _ in members for tokens in texts)
-        distinct = tuple(_distinct(answers, n) for n in DISTINCT)
-        return KindCounts(kind, len(members), asked, sum(map(len, answers)), distinct)
-
-    kinds = {
-        kind: [each for each in tokenized if each[0] == kind] for kind in dict.fromkeys(kind for kind, *_ in tokenized)
-    }
-    rows = sorted((counted(kind, members) for kind, members in kinds.items()), key=lambda row: -row.answered)
-    return [*rows, counted("all", tokenized)]
-
-
-def count_covered(train: Chats, others: Chats, tokenize: Tokenize) -> list[CoveredCounts]:
-    """Returns coverage of other texts (answers of chats, user turns of prompts) by kind, and then of all."""
-    answers = [tokenize(text) for chat in train for text in chat.answers]
-    known = {n: set(_grams(answers, n)) for n in COVERED}
-    texts = [(chat.category, tokenize(text)) for chat in others for text in chat.answers or chat.turns]
-
-    def counted(kind: str, members: Sequence[Tokens]) -> CoveredCounts:
-        shares = tuple(_share([gram in known[n] for gram in _grams(members, n)]) for n in COVERED)
-        return CoveredCounts(kind, len(members), sum(map(len, members)), shares)
-
-    kinds = sorted({kind for kind, _ in texts})
-    rows = [counted(kind, [tokens for own, tokens in texts if own == kind]) for kind in kinds]
-    return [*rows, counted("all", [tokens for _, tokens in texts])]
-
-
-def _grams(texts: Iterable[Tokens], n: int) -> Iterator[tuple[int | str, ...]]:
-    for tokens in texts:
-        yield from zip(*(tokens[start:] for start in range(n)), strict=False)
-
-
-def _distinct(texts: Sequence[Tokens], n: int) -> float:
-    every = list(_grams(texts, n))
-    return len(set(every)) / len(every) if every else float("nan")
-
-
-def _share(found: Sequence[bool]) -> float:
-    return sum(found) / len(found) if found else float("nan")

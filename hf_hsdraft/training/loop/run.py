@@ -17,6 +17,7 @@ from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
+from ...core.methods import load
 from ...hub.pushing import Repository
 from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
@@ -31,7 +32,6 @@ from ..data.features import FeatureCache, LikelyTokens, feature_bytes, read_feat
 from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
 from ..data.generating import can_record
 from ..data.plan import Report, TrainingPlan
-from ..data.published_chats import PublishedChats
 from ..data.stream import ChatStream, StreamPlace
 from ..data.vocabulary import answer_counts, with_draft_vocabulary
 from ..families.family import TrainableFamily
@@ -134,14 +134,15 @@ def train(
 
 def _on_the_hub(
     plan: TrainingPlan, args: DrafterTrainingArguments, recipe: dict[str, Any], pushes: bool
-) -> tuple[str, PublishedChats | None]:
+) -> tuple[str, Any]:
     """Prepares the repositories that the drafter and the chats are sent to; returns the first one's name, if any."""
     hub = {"token": args.hub_token, "private": args.hub_private_repo}
     repository, chats = "", None
     if pushes:
         repository = Repository.open(args.hub_model_id or Path(plan.out).resolve().name, {**hub}).name
     if plan.publish_data is not None:
-        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(recipe)
+        kind = load("publishing", "chats").PublishedChats
+        chats = kind(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(recipe)
     return repository, chats
 
 
