@@ -6,8 +6,9 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,9 @@ from ..data.conversations import (
     tokenize_conversation,
 )
 from ..data.features import FeatureCache, LikelyTokens, feature_bytes, read_features
-from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
+from ..data.gather import Answering, ChatStream, StreamPlace, in_order, kinds_to_invent, read_sources, recipe_of
 from ..data.generating import can_record
 from ..data.plan import Report, TrainingPlan
-from ..data.stream import ChatStream, StreamPlace
 from ..data.vocabulary import answer_counts, with_draft_vocabulary
 from ..families.family import TrainableFamily
 from ..families.trainable import family_for
@@ -108,7 +108,7 @@ def train(
     start = run.start()
     finished, prompts = run.sources()
     pushes = (arguments or {}).get("push_to_hub", False)
-    repository, chats = _on_the_hub(plan, args, run.answering.recipe, pushes) if main else ("", None)
+    repository, chats = _on_the_hub(plan, args, run.recipe, pushes) if main else ("", None)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with only_run(out) if main else contextlib.nullcontext():
@@ -160,8 +160,8 @@ class _Run:
     began: float
 
     @property
-    def answering(self) -> Answering:
-        return Answering(self.target, self.tokenizer, self.plan, self.args.seed, self.identity, self.report)
+    def recipe(self) -> dict[str, Any]:
+        return recipe_of(self.target, self.tokenizer, self.plan, self.args.seed, self.identity)
 
     def start(self) -> Any:
         """Returns the drafter to start from, if any; a ValueError if what the plan asks for cannot be trained."""
@@ -200,9 +200,9 @@ class _Run:
         """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
         plan, budget, features = self.plan, self._budget(), self._features(start, bool(finished))
         clock = budget if self.args.max_minutes is not None else None
-        answering = replace(self.answering, features=features, grows=plan.stream or clock is not None)
-        if clock is not None:
-            answering = replace(answering, seconds=clock.answer_seconds)
+        grows, seconds = plan.stream or clock is not None, clock.answer_seconds if clock else lambda: None
+        shared = (self.target, self.tokenizer, plan, self.args.seed, self.identity, self.report)
+        answering = Answering(*shared, features, grows, seconds)
         groups = answering.groups(prompts)
         chats = [*finished, *next(groups)]
         total: float = answering.expected(prompts)
@@ -258,9 +258,9 @@ class _Run:
         further = conversations[first:]
         begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
         tokenized = [pair[1] for pair in pairs]
-        counts = [_counted(chat) for chat in tokenized]  # those of a stream join them
-        tokens = sum(length for length, _ in counts)
-        report(f"{len(pairs):,} conversations, {tokens:,} tokens, {_answer_tokens(counts):,} of them answers")
+        amount = _amount(tokenized)  # those of a stream join them
+        told = f"{amount['tokens']:,} tokens, {amount['answers']:,} of them answers"
+        report(f"{amount['chats']:,} conversations, {told}")
         drafter = self._drafter(start, tokenized[:first])
         if args.candidates is None:
             args.candidates = _CANDIDATES if len(drafter.draft_vocab_ids()) >= _LARGE_VOCABULARY else 0
@@ -272,7 +272,7 @@ class _Run:
         callbacks: list[Any] = [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]
         train_dataset: Any = Subset(dataset, range(held_out, len(pairs)))
         if groups is not None:
-            answered = (readable(self._answered(group, counts)) for group in groups)
+            answered = (readable(self._answered(group, amount)) for group in groups)
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * steps_done(Path(plan.out))
             place = StreamPlace.after(samples, plan.passes, callback_of(last, StreamPlace))
             train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, place.begin)
@@ -294,7 +294,7 @@ class _Run:
         report(what_is_computed(trainer))
         begin = time.perf_counter()
         _learn(trainer, last, report)
-        self._keep(trainer, counts, begin)
+        self._keep(trainer, amount, begin)
 
     def _divided(self, count: int, grows: bool, budget: TimeBudget | None) -> tuple[int, int]:
         """Returns how many conversations choose the draft vocabulary, and how many of these are held out."""
@@ -317,8 +317,8 @@ class _Run:
         self.report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")
         return model
 
-    def _keep(self, trainer: DrafterTrainer, counts: Sequence[tuple[int, int]], begin: float) -> None:
-        """Saves the drafter that was trained since `begin`, in seconds, on conversations of these lengths."""
+    def _keep(self, trainer: DrafterTrainer, amount: Counter[str], begin: float) -> None:
+        """Saves the drafter that was trained since `begin`, in seconds, on an amount of conversations."""
         target, plan, family, report = self.target, self.plan, self.family, self.report
         out, state = Path(plan.out), PartialState()
         if plan.lora is None:
@@ -330,8 +330,8 @@ class _Run:
             except Exception as error:  # the drafter is saved all the same
                 report(f"what the target writes could not be recorded: {error}")
         if state.is_main_process:
-            amount = f"{len(counts):,} conversations, {_answer_tokens(counts):,} answer tokens, by the target itself"
-            save(trainer, plan, family, {"data": amount, "prompts": plan.describe_prompts()}, report)
+            data = f"{_in_words(amount)}, by the target itself"
+            save(trainer, plan, family, {"data": data, "prompts": plan.describe_prompts()}, report)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
             minutes = (time.perf_counter() - begin) / 60
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
@@ -340,14 +340,12 @@ class _Run:
             finish(out, steps, limits_of(self.args), untrained(trainer.state.log_history, steps))
         state.wait_for_everyone()
 
-    def _answered(
-        self, conversations: Sequence[Conversation], counts: list[tuple[int, int]]
-    ) -> list[TokenizedConversation]:
-        """Returns the tokens of a stream's conversations, and adds their lengths to `counts`."""
+    def _answered(self, conversations: Sequence[Conversation], amount: Counter[str]) -> list[TokenizedConversation]:
+        """Returns the tokens of a stream's conversations, which join the amount."""
         tokenized = [tokenize_conversation(self.tokenizer, chat, self.plan.max_length) for chat in conversations]
         tokenized = [chat for chat in tokenized if bool(chat.answer_mask[2:].any())]
-        counts += [_counted(chat) for chat in tokenized]
-        self.report(f"{len(counts):,} conversations, {_answer_tokens(counts):,} answer tokens")
+        amount += _amount(tokenized)
+        self.report(_in_words(amount))
         return tokenized
 
     def _tokenized(
@@ -429,13 +427,13 @@ class _Run:
         return [inputs for inputs in encoded if inputs["input_ids"].shape[1] + self.args.eval_new_tokens <= window]
 
 
-def _counted(chat: TokenizedConversation) -> tuple[int, int]:
-    """Number of tokens of a conversation and of its answers."""
-    return len(chat.input_ids), int(chat.answer_mask.sum())
+def _amount(chats: Sequence[TokenizedConversation]) -> Counter[str]:
+    tokens, answers = sum(len(chat.input_ids) for chat in chats), sum(int(chat.answer_mask.sum()) for chat in chats)
+    return Counter(chats=len(chats), tokens=tokens, answers=answers)
 
 
-def _answer_tokens(counts: Iterable[tuple[int, int]]) -> int:
-    return sum(answers for _, answers in counts)
+def _in_words(amount: Counter[str]) -> str:
+    return f"{amount['chats']:,} conversations, {amount['answers']:,} answer tokens"
 
 
 def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None:
