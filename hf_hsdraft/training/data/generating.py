@@ -306,7 +306,6 @@ def answer_prompts(
         recorder: keeps the hidden states of what is read.
         seconds: returns the time for the next turn of a batch, whose answers are cut then; `None` for no limit.
     """
-    tokenizer = with_padding(tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}
     for prompt in prompts:
         length = _length(tokenizer, prompt)
@@ -320,10 +319,31 @@ def answer_prompts(
         further = batches[1:]
         random.Random(seed).shuffle(further)
         batches[1:] = further
-    for temperature, batch in batches:
-        yield _answer_batch(
-            target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed, recorder, seconds
-        )
+
+    def answered(temperature: float, batch: Sequence[Prompt]) -> list[Answered]:
+        histories: list[list[Message]] = [[] for _ in batch]
+        tokens, turns = [0] * len(batch), [list(prompt.turns) for prompt in batch]
+        read: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(batch)
+        while active := [index for index, left in enumerate(turns) if left]:
+            for index in active:
+                histories[index].append({"role": "user", "content": turns[index].pop(0)})
+            chats = [histories[index] for index in active]
+            replies = reply(target, tokenizer, chats, temperature, max_new_tokens, recorder, seconds())
+            for index, each in zip(active, replies, strict=True):
+                histories[index].append({"role": "assistant", "content": each.text})
+                tokens[index] += each.new_tokens
+                read[index] = each.read
+            ended = [index for index in active if not turns[index]]
+            ended = [index for index in ended if len(histories[index]) < 2 * (len(batch[index].turns) + invented_turns)]
+            if ended:
+                known = [histories[index] for index in ended]
+                invented = invent_turns(target, tokenizer, known, seed + len(histories))
+                for index, text in zip(ended, invented, strict=True):
+                    turns[index] += [text] if text else []
+        rows = zip(batch, histories, tokens, read, strict=True)
+        return [Answered(prompt, temperature, history, count, own) for prompt, history, count, own in rows]
+
+    return (answered(*batch) for batch in batches)
 
 
 def row_of(answered: Answered) -> dict[str, Any]:
@@ -336,42 +356,3 @@ def row_of(answered: Answered) -> dict[str, Any]:
         "new_tokens": answered.new_tokens,
         "messages": answered.messages,
     }
-
-
-@torch.inference_mode()
-def _answer_batch(
-    target: Any,
-    tokenizer: Any,
-    batch: Sequence[Prompt],
-    temperature: float,
-    max_new_tokens: int,
-    invented_turns: int,
-    seed: int,
-    recorder: TapRecorder | None,
-    seconds: Callable[[], float | None],
-) -> list[Answered]:
-    histories: list[list[Message]] = [[] for _ in batch]
-    tokens = [0] * len(batch)
-    read: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(batch)
-    turns = [list(prompt.turns) for prompt in batch]
-    while active := [index for index, left in enumerate(turns) if left]:
-        for index in active:
-            histories[index].append({"role": "user", "content": turns[index].pop(0)})
-        chats = [histories[index] for index in active]
-        for index, each in zip(
-            active, reply(target, tokenizer, chats, temperature, max_new_tokens, recorder, seconds()), strict=True
-        ):
-            histories[index].append({"role": "assistant", "content": each.text})
-            tokens[index] += each.new_tokens
-            read[index] = each.read
-        ended = [index for index in active if not turns[index]]
-        ended = [index for index in ended if len(histories[index]) < 2 * (len(batch[index].turns) + invented_turns)]
-        if ended:
-            known = [histories[index] for index in ended]
-            invented = invent_turns(target, tokenizer, known, seed + len(histories))
-            for index, text in zip(ended, invented, strict=True):
-                turns[index] += [text] if text else []
-    return [
-        Answered(prompt, temperature, history, count, own)
-        for prompt, history, count, own in zip(batch, histories, tokens, read, strict=True)
-    ]

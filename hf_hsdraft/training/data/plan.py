@@ -30,7 +30,10 @@ _ADAPTER_WANTED = f"expected letters, digits, '_' and '-', without 'lora', and n
 
 
 class Option(NamedTuple):
-    """An option of the command; `limits` are further arguments of `typer.Option`, and `names` instead of its own."""
+    """An option of the command; `limits` are further arguments of `typer.Option`, and `names` instead of its own.
+
+    `type` is the field's, unless `limits` declare another for the command.
+    """
 
     type: Any
     default: Any
@@ -50,7 +53,9 @@ def options_of(kind: type) -> dict[str, Option]:
             sentence, *more = sentence_and_more
             panel = next((part for part in more if isinstance(part, str)), kind.panel)  # type: ignore[attr-defined]
             limits = next((part for part in more if isinstance(part, dict)), {})
-            found[each.name] = Option(get_args(hints[each.name])[0], each.default, sentence, panel, limits)
+            kind_of_value = limits.get("type", get_args(hints[each.name])[0])
+            limits = {name: value for name, value in limits.items() if name != "type"}
+            found[each.name] = Option(kind_of_value, each.default, sentence, panel, limits)
     return found
 
 
@@ -82,7 +87,7 @@ def _layers(text: str) -> list[int]:
 
 _SHARES: dict[str, Any] = {"parser": _shares, "metavar": "NAME=SHARE,...", "show_default": False}
 _FILES: dict[str, Any] = {"exists": True, "dir_okay": False}
-_FAMILY = f"[{'|'.join(('hidden-state', 'block', 'eagle3', *offered('family')))}]"
+_FAMILY: Any = Literal[("hidden-state", "block", "eagle3", *offered("family"))]
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ class TrainingPlan:
         {"names": ["--exclude-near"], **_FILES},
     ] = field(default_factory=list)
     skip_bad_lines: Annotated[bool, "Report unusable lines of --prompts and leave them out."] = False
-    family: Annotated[str, "Family of the drafter.", DRAFTER, {"metavar": _FAMILY}] = "hidden-state"
+    family: Annotated[str, "Family of the drafter.", DRAFTER, {"type": _FAMILY}] = "hidden-state"
     init_from: Annotated[str | None, "Drafter to start from.", DRAFTER] = None
     lora: Annotated[
         int | None, "Train LoRA updates of this rank on --init-from instead of all weights.", DRAFTER, {"min": 1}
@@ -238,7 +243,7 @@ class DrafterFields:
     target_tap_layers: Annotated[
         list[int] | None,
         "Tapped layers, as 3,16,28; default: low, middle, high.",
-        {"names": ["--taps"], "parser": _layers, "metavar": "N,..."},
+        {"names": ["--taps"], "type": str, "parser": _layers, "metavar": "N,..."},
     ] = None
     draft_vocab_size: Annotated[int | None, "Default: what pays, by the answers.", {"min": 1}] = None
     num_draft_steps: Annotated[

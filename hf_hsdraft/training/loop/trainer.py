@@ -111,7 +111,7 @@ class DrafterTrainer(Trainer):
     ) -> None:
         self.target = target
         self.tau_prompts = tau_prompts
-        self.budget = budget
+        self.budget, self._clock = budget, budget or TimeBudget(math.inf)
         drafter = _base(model)
         check_learning(family_of(drafter), drafter.config, target, args)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
@@ -214,7 +214,7 @@ class DrafterTrainer(Trainer):
 
         With a time budget it measures as much as there is time for, see `TimeBudget.within`.
         """
-        begin, since = time.monotonic(), time.perf_counter()
+        begin, since, limit = time.monotonic(), time.perf_counter(), self._clock.evaluation_limit
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self.model_wrapped if self.model_wrapped is not None else self.model
         model.eval()
@@ -225,16 +225,16 @@ class DrafterTrainer(Trainer):
         distance = math.nan
         everything = len(dataset) + len(self.tau_prompts)
         with self.report.stage("evaluating", "conversations and prompts", everything) as stage:
-            for batch in self._within(batches, "batches", 0.4 * self._limit):
+            for batch in self._clock.within(batches, "batches", 0.4 * limit):
                 with self.accelerator.autocast():  # a resumed run may evaluate before the Trainer has wrapped the model
                     parts.append(self._parts(model, [dataset[i] for i in batch], 0, measured=True))
                 stage.advance(batch.stop)
             self.held_out = (batch.stop, 0)
             if self.tau_prompts:
-                end = begin + self._limit
+                end = begin + limit
                 with _in_lockstep(self.target):
-                    left = 0.8 * self._limit - (time.monotonic() - begin)
-                    for call in self._decode(self._within(self.tau_prompts, "prompts", left), end):
+                    left = 0.8 * limit - (time.monotonic() - begin)
+                    for call in self._decode(self._clock.within(self.tau_prompts, "prompts", left), end):
                         calls.append(call)
                         stage.advance(batch.stop + len(calls))
                     distance = self._parity(self.tau_prompts[: min(2, len(calls))], end)
@@ -256,13 +256,6 @@ class DrafterTrainer(Trainer):
         model.train()
         self._since += time.perf_counter() - since  # tokens/s counts the time of training alone
         return metrics
-
-    @property
-    def _limit(self) -> float:
-        return math.inf if self.budget is None else self.budget.evaluation_limit
-
-    def _within(self, items: Sequence[Any], name: str, seconds: float) -> Iterable[Any]:
-        return items if self.budget is None else self.budget.within(items, name, seconds)
 
     def _metrics(
         self, parts: Sequence[LossParts], calls: Sequence[DraftStatistics], distance: float, prefix: str
