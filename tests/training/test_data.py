@@ -14,6 +14,7 @@ from datasets import Dataset, load_dataset
 from training_helpers import chat_of, planned, run
 
 from hf_hsdraft import EagleConfig, EagleDrafter
+from hf_hsdraft.methods.estimate.training_estimate import typical_size
 from hf_hsdraft.training import files
 from hf_hsdraft.training.data.conversations import (
     Conversation,
@@ -39,7 +40,6 @@ from hf_hsdraft.training.data.vocabulary import (
     choose_draft_vocabulary,
     column_cost_of,
     paying_size,
-    typical_size,
 )
 from hf_hsdraft.training.files import RowFolder
 from hf_hsdraft.training.loop.start import prepared

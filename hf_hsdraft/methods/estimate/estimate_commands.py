@@ -128,8 +128,9 @@ def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any])
     from transformers import AutoModelForCausalLM
 
     from ...generate.by_name import load_drafter
-    from ...training.data.vocabulary import RANK_POWER, column_cost_of, typical_size
+    from ...training.data.vocabulary import column_cost_of
     from ...training.families.trainable import trainable
+    from .training_estimate import RANK_POWER, typical_size
 
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)

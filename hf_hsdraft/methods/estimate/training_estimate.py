@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ...training.data.vocabulary import best_size
 from ...training.loss.loss import CHUNK_LOGITS
 
 _NOT_COUNTED = (
@@ -27,6 +28,7 @@ _NOT_COUNTED = (
 # Parts of a drafter by its modules; all others belong to the roll step.
 _PARTS = {"tap_norms": "fusion", "token_norm": "fusion", "fuse": "fusion"}
 _PARTS |= {"layers": "layers", "step_modules": "step modules", "injector": "injector", "lm_head": "head"}
+RANK_POWER = 1.2  # of answers that are not known: the token of rank r occurs in proportion to 1 / r ** 1.2
 _TARGET_BYTES = 2  # per weight of the target, and of the weights that the drafter borrows
 _JOINED = {"x": operator.mul, "+": operator.add, "/": operator.truediv}
 
@@ -184,6 +186,11 @@ def _add_operations(sheet: Estimate, run: Work, d: HSDraftConfig, parts: Mapping
     else:
         formula = "operations / operations per second of a device / devices"
         add("time", "s", formula, whole, run.flops_per_second, run.world_size, sign="/")
+
+
+def typical_size(vocab_size: int, column_cost: float) -> int:
+    """As `paying_size`, for answers that are not known, see `RANK_POWER`."""
+    return best_size((torch.arange(1, vocab_size + 1, dtype=torch.float64) ** -RANK_POWER).cumsum(0), column_cost)
 
 
 def target_parts(config: PreTrainedConfig) -> dict[str, int]:

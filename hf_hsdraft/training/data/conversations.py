@@ -300,14 +300,6 @@ def read_chats(path: str | os.PathLike[str]) -> list[Conversation | Prompt]:
     return chats
 
 
-def read_answered(path: str | os.PathLike[str]) -> list[Conversation]:
-    """Reads the finished chats of what `read_chats` reads, with the same errors."""
-    chats = [found for _, found in _rows_of(Path(path)) if isinstance(found, Conversation)]
-    if not chats:
-        raise ValueError(f"{path} holds no answers: expected lines with `messages`, or a folder of a run")
-    return chats
-
-
 def _rows_of(place: Path) -> Iterator[tuple[dict[str, Any], Conversation | Prompt]]:
     if not place.exists():
         raise FileNotFoundError(f"there is no file or folder {place}")
