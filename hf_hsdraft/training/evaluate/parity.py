@@ -158,6 +158,7 @@ def _compare_text(
             streamer=observed.recorder,
             output_logits=True,
             return_dict_in_generate=True,
+            synced_gpus=False,  # all processes of a sharded target decode the same texts, so none has to wait
         )
     text, drafts = output.sequences[0], observed.drafts
     starts = sorted(start for start in drafts if start + 2 < len(text))

@@ -232,12 +232,11 @@ class DrafterTrainer(Trainer):
             self.held_out = (batch.stop, 0)
             if self.tau_prompts:
                 end = begin + limit
-                with _in_lockstep(self.target):
-                    left = 0.8 * limit - (time.monotonic() - begin)
-                    for call in self._decode(self._clock.within(self.tau_prompts, "prompts", left), end):
-                        calls.append(call)
-                        stage.advance(batch.stop + len(calls))
-                    distance = self._parity(self.tau_prompts[: min(2, len(calls))], end)
+                left = 0.8 * limit - (time.monotonic() - begin)
+                for call in self._decode(self._clock.within(self.tau_prompts, "prompts", left), end):
+                    calls.append(call)
+                    stage.advance(batch.stop + len(calls))
+                distance = self._parity(self.tau_prompts[: min(2, len(calls))], end)
                 self.held_out = (batch.stop, len(calls))
             metrics = self._metrics(parts, calls, distance, metric_key_prefix)
             calibration = Calibration.of(parts, len(parts[0].count))
@@ -319,6 +318,7 @@ class DrafterTrainer(Trainer):
                 max_new_tokens=self.args.eval_new_tokens,
                 max_time=self._seconds(end),
                 return_dict_in_generate=True,
+                synced_gpus=False,  # of a sharded target: all processes decode the same texts, so none has to wait
             ).statistics
 
     def restore(self, checkpoint: Path) -> None:
@@ -364,6 +364,11 @@ def _loss(
     if args.objective in WHOLE_LOSSES:
         chunk = CHUNK_LOGITS["cpu" if on_cpu else "cuda"]
         return WHOLE_LOSSES[args.objective].made(args, drafter, weights, head, chunk)
+    candidates = None
+    if args.candidates:
+        ids = weights.vocab_ids
+        own = torch.ones(len(ids)) if token_counts is None else token_counts[ids.to(token_counts.device)]
+        candidates = Candidates.of(args.candidates, args.drawn_candidates, own.to(ids.device))
     chunks = {} if on_cpu else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
     return ChainLoss(
         weights,
@@ -373,17 +378,9 @@ def _loss(
         weightings=[WEIGHTINGS[name] for name in args.weightings],
         cosine_weight=args.cosine_weight,
         by_prediction=args.depth_weighting == "by-prediction",
-        candidates=_candidates(args.candidates, args, weights, token_counts) if args.candidates else None,
+        candidates=candidates,
         **chunks,
     )
-
-
-def _candidates(
-    likely: int, args: DrafterTrainingArguments, weights: TargetWeights, counts: torch.Tensor | None
-) -> Candidates:
-    ids = weights.vocab_ids
-    own = torch.ones(len(ids)) if counts is None else counts[ids.to(counts.device)]
-    return Candidates.of(likely, args.drawn_candidates, own.to(ids.device))
 
 
 def _recompute_layers(drafter: Any) -> None:
@@ -402,19 +399,6 @@ def _without_frozen_config(drafter: Any) -> Iterator[None]:
         yield
     finally:
         drafter.config = config
-
-
-@contextlib.contextmanager
-def _in_lockstep(target: Any) -> Iterator[None]:
-    """Lets a sharded target `generate()` with a drafter. All processes decode the same texts, so none has to wait."""
-    if not is_sharded(target):
-        yield
-        return
-    target.generate = functools.partial(target.generate, synced_gpus=False)
-    try:
-        yield
-    finally:
-        del target.generate
 
 
 def acceptance(calls: Sequence[DraftStatistics], steps: int) -> list[float]:
