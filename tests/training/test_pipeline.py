@@ -425,7 +425,7 @@ def test_invented_chats_are_of_the_kinds_asked_for(chatty, tokenizer, tmp_path, 
     rows = list(RowFolder(tmp_path / "out" / "data").rows())
     assert Counter(row["category"] for row in rows) == {"mathematics": 4, "writing": 8}
     assert "mathematics, writing x 2" in (tmp_path / "out" / "training_recipe.json").read_text()
-    for place, name in ((generating, "reply"), (inventing._Writer, "prompts")):
+    for place, name in ((generating.TargetWriter, "reply"), (inventing._Writer, "prompts")):
         monkeypatch.setattr(place, name, lambda *_: pytest.fail("made again"))
     (tmp_path / "out" / "finished.json").unlink()
     run(chatty, tokenizer, asked)

@@ -40,10 +40,10 @@ from .generating import (
     OnSkip,
     Reply,
     TapRecorder,
+    TargetWriter,
     answer_prompts,
     can_record,
     prompts_that_fit,
-    reply,
     row_of,
 )
 from .inventing import Kind, chosen_kinds, invent_prompts, kind_of_openings, prompt_of, shortage
@@ -190,7 +190,8 @@ class Answering:
         keys, done = {prompt.key for prompt in known}, self._chats.keys()
         if plan.answers_from is not None and (keys - done or (plan.invents and len(keys) < self._wanted)):
             asked: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
-            own = [each.text for each in reply(self._target, self._tokenizer, asked, 0.0, PROBE_TOKENS)]
+            target, tokenizer = self._target, self._tokenizer
+            own = [each.text for each in TargetWriter(target, tokenizer).reply(asked, 0.0, PROBE_TOKENS)]
             check_server(plan.answers_from, plan.server_model, self._temperatures, own)
         rows = [row for row in self._chats.rows() if row["key"] in keys or self._is_document(row)]
         seen, chats = {row["key"] for row in rows}, len(rows)

@@ -137,31 +137,6 @@ def decoding(temperature: float) -> dict[str, Any]:
     return {"do_sample": False, "logits_processor": LogitsProcessorList(drawn)}
 
 
-def continue_texts(
-    target: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    recorder: TapRecorder | None = None,
-    seconds: float | None = None,
-) -> list[str]:
-    """Returns a continuation of each text without its end token; `""` for one that does not end, in `seconds` if given.
-
-    With a `recorder` the target is read as in a drafted call, which is faster; nothing is recorded.
-    """
-    texts, recorder = [text.rstrip(" ") for text in texts], None if recorder is None else TapRecorder(())
-    with seeded(target, seed):
-        rows, _ = _written(target, tokenizer, texts, temperature, max_new_tokens, recorder, seconds)
-    ends = end_tokens(target) | {tokenizer.eos_token_id}
-    found = []
-    for row in rows.tolist():
-        end = next((index for index, token in enumerate(row) if token in ends), 0)
-        found.append(tokenizer.decode(row[:end], skip_special_tokens=True))
-    return found
-
-
 @dataclass(frozen=True)
 class Reply:
     """The target's next message in a chat.
@@ -177,62 +152,70 @@ class Reply:
     read: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def reply(
-    target: Any,
-    tokenizer: Any,
-    histories: Sequence[list[Message]],
-    temperature: float,
-    max_new_tokens: int,
-    recorder: TapRecorder | None = None,
-    seconds: float | None = None,
-) -> list[Reply]:
-    """Returns the target's next message in each chat; with a `recorder`, what was read for it too.
+class TargetWriter:
+    """Lets a target write messages and texts, one call of `generate()` for several at once.
 
-    After `seconds`, if given, messages are cut.
+    Args:
+        recorder: keeps the hidden states of what is read for messages.
+        seconds: returns the time that a call may take, after which texts are cut; `None` for no limit.
     """
-    texts = tokenizer.apply_chat_template(list(histories), add_generation_prompt=True, tokenize=False)
-    rows, read = _written(target, tokenizer, texts, temperature, max_new_tokens, recorder, seconds)
-    counts = (rows != with_padding(tokenizer).pad_token_id).sum(dim=1).tolist()
-    written = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    return [Reply(text.strip(), *rest) for text, *rest in zip(written, counts, read, strict=True)]
 
+    def __init__(
+        self,
+        target: Any,
+        tokenizer: Any,
+        recorder: TapRecorder | None = None,
+        seconds: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.target, self.tokenizer, self._recorder, self._seconds = target, with_padding(tokenizer), recorder, seconds
 
-@torch.inference_mode()
-def _written(
-    target: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    temperature: float,
-    max_new_tokens: int,
-    recorder: TapRecorder | None,
-    seconds: float | None,
-) -> tuple[torch.Tensor, list[Any]]:
-    """Returns the tokens `[rows, n]` that the target adds to texts, and of each row what was read, see `Reply`.
+    def reply(self, histories: Sequence[list[Message]], temperature: float, max_new_tokens: int) -> list[Reply]:
+        """Returns the target's next message in each chat."""
+        texts = self.tokenizer.apply_chat_template(list(histories), add_generation_prompt=True, tokenize=False)
+        rows, read = self._written(texts, temperature, max_new_tokens, self._recorder)
+        counts = (rows != self.tokenizer.pad_token_id).sum(dim=1).tolist()
+        written = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return [Reply(text.strip(), *rest) for text, *rest in zip(written, counts, read, strict=True)]
 
-    Nothing is recorded where the target takes no drafted call.
-    """
-    tokenizer = with_padding(tokenizer)
-    inputs = tokenizer(
-        list(texts),
-        return_tensors="pt",
-        add_special_tokens=False,
-        padding=True,
-        padding_side="left",
-        return_token_type_ids=False,
-    ).to(target.device)
-    call = {**inputs, **decoding(temperature), "max_new_tokens": max_new_tokens, "max_time": seconds}
-    call["pad_token_id"] = tokenizer.pad_token_id
-    begins, states = (inputs["attention_mask"] == 0).sum(dim=1).tolist(), list[torch.Tensor]()
-    try:
-        output = target.generate(**call, **({} if recorder is None else {"assistant_model": recorder}))
-        states = recorder.taken() if recorder is not None and recorder.taps else []
-    except DraftingRefused:
-        output = target.generate(**call)
-    read: list[Any] = [None] * len(output)
-    for row, states_of_row in enumerate(states):
-        begin = begins[row]
-        read[row] = output[row, begin : begin + len(states_of_row)], states_of_row
-    return output[:, inputs["input_ids"].shape[1] :], read
+    def continued(self, texts: Sequence[str], temperature: float, max_new_tokens: int, seed: int) -> list[str]:
+        """Returns a continuation of each text without its end token; `""` for one that does not end.
+
+        With a recorder the target is read as in a drafted call, which is faster; nothing is recorded.
+        """
+        recorder = None if self._recorder is None else TapRecorder(())
+        with seeded(self.target, seed):
+            rows, _ = self._written([text.rstrip(" ") for text in texts], temperature, max_new_tokens, recorder)
+        ends = end_tokens(self.target) | {self.tokenizer.eos_token_id}
+        found = []
+        for row in rows.tolist():
+            end = next((index for index, token in enumerate(row) if token in ends), 0)
+            found.append(self.tokenizer.decode(row[:end], skip_special_tokens=True))
+        return found
+
+    @torch.inference_mode()
+    def _written(
+        self, texts: Sequence[str], temperature: float, max_new_tokens: int, recorder: TapRecorder | None
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Returns the tokens `[rows, n]` that the target adds to texts, and of each row what was read, see `Reply`.
+
+        Nothing is recorded where the target takes no drafted call.
+        """
+        form: dict[str, Any] = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
+        form |= {"add_special_tokens": False, "return_token_type_ids": False}
+        inputs = self.tokenizer(list(texts), **form).to(self.target.device)
+        call = {**inputs, **decoding(temperature), "max_new_tokens": max_new_tokens, "max_time": self._seconds()}
+        call["pad_token_id"] = self.tokenizer.pad_token_id
+        begins, states = (inputs["attention_mask"] == 0).sum(dim=1).tolist(), list[torch.Tensor]()
+        try:
+            output = self.target.generate(**call, **({} if recorder is None else {"assistant_model": recorder}))
+            states = recorder.taken() if recorder is not None and recorder.taps else []
+        except DraftingRefused:
+            output = self.target.generate(**call)
+        read: list[Any] = [None] * len(output)
+        for row, states_of_row in enumerate(states):
+            begin = begins[row]
+            read[row] = output[row, begin : begin + len(states_of_row)], states_of_row
+        return output[:, inputs["input_ids"].shape[1] :], read
 
 
 OnSkip = Callable[[Prompt, str], object]  # gets a prompt that is left out, and the reason
@@ -277,12 +260,6 @@ def _length(tokenizer: Any, prompt: Prompt) -> int:
     return len(tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"])
 
 
-def invent_turns(target: Any, tokenizer: Any, histories: Sequence[Sequence[Message]], seed: int) -> list[str]:
-    """Lets the target guess the user's next turn in each chat; `""` where the text does not end."""
-    headers = [user_header(tokenizer, history) for history in histories]
-    return [text.strip() for text in continue_texts(target, tokenizer, headers, 0.9, _TURN_TOKENS, seed)]
-
-
 def answer_prompts(
     target: Any,
     tokenizer: Any,
@@ -306,6 +283,7 @@ def answer_prompts(
         recorder: keeps the hidden states of what is read.
         seconds: returns the time for the next turn of a batch, whose answers are cut then; `None` for no limit.
     """
+    writer, guesser = TargetWriter(target, tokenizer, recorder, seconds), TargetWriter(target, tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}
     for prompt in prompts:
         length = _length(tokenizer, prompt)
@@ -328,18 +306,17 @@ def answer_prompts(
             for index in active:
                 histories[index].append({"role": "user", "content": turns[index].pop(0)})
             chats = [histories[index] for index in active]
-            replies = reply(target, tokenizer, chats, temperature, max_new_tokens, recorder, seconds())
-            for index, each in zip(active, replies, strict=True):
+            for index, each in zip(active, writer.reply(chats, temperature, max_new_tokens), strict=True):
                 histories[index].append({"role": "assistant", "content": each.text})
                 tokens[index] += each.new_tokens
                 read[index] = each.read
             ended = [index for index in active if not turns[index]]
             ended = [index for index in ended if len(histories[index]) < 2 * (len(batch[index].turns) + invented_turns)]
             if ended:
-                known = [histories[index] for index in ended]
-                invented = invent_turns(target, tokenizer, known, seed + len(histories))
-                for index, text in zip(ended, invented, strict=True):
-                    turns[index] += [text] if text else []
+                headers = [user_header(tokenizer, histories[index]) for index in ended]
+                guessed = guesser.continued(headers, 0.9, _TURN_TOKENS, seed + len(histories))
+                for index, text in zip(ended, guessed, strict=True):
+                    turns[index] += [text.strip()] if text.strip() else []  # "" where the user's turn does not end
         rows = zip(batch, histories, tokens, read, strict=True)
         return [Answered(prompt, temperature, history, count, own) for prompt, history, count, own in rows]
 

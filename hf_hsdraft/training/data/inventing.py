@@ -21,7 +21,7 @@ from typing import Any
 
 from ..files import RowFolder
 from .conversations import Message, Prompt
-from .generating import Reply, TapRecorder, continue_texts, reply, seeded, user_header
+from .generating import Reply, TapRecorder, TargetWriter, seeded, user_header
 
 GOES_ON = "\u2026"
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -192,7 +192,8 @@ def invent_prompts(
         limit = batch_size if most is None else limit
         missing = min(missing, limit, count - len(known))
         size = min(limit, missing + 2 + missing // 4)  # some will not end, or be there already
-        writer = _Writer(target, tokenizer, header, kind, max_prompt_tokens, named, recorder, on_document, most)
+        writes = TargetWriter(target, tokenizer, recorder, lambda most=most: most)  # type: ignore[misc]
+        writer = _Writer(writes, header, kind, max_prompt_tokens, named, on_document)
         fresh = {prompt.key: prompt for prompt in writer.prompts(size) if prompt.key not in known}
         added = list(fresh.values())[:missing]
         entry = {"kind": kind.name, "batch": batch}
@@ -236,15 +237,12 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
 class _Writer:
     """Writes a batch of prompts of one kind."""
 
-    target: Any
-    tokenizer: Any
+    writer: TargetWriter
     header: str
     kind: Kind
     max_prompt_tokens: int
     seed: str
-    recorder: TapRecorder | None
     on_document: OnDocument
-    seconds: float | None = None
 
     def prompts(self, size: int) -> list[Prompt]:
         """Returns `size` prompts, or fewer where a document or a continuation is unusable."""
@@ -253,12 +251,14 @@ class _Writer:
         documents = self._documents(sketches)
         room = self.max_prompt_tokens - (kind.continued if any(each.goes_on for each in sketches) else 0)
         texts = [
-            _with_document(self.tokenizer, each.text, parts, room)
+            _with_document(self.writer.tokenizer, each.text, parts, room)
             for each, parts in zip(sketches, documents, strict=True)
         ]
         going = [index for index, text in enumerate(texts) if text is not None and sketches[index].goes_on]
         openings = [str(texts[index]) for index in going]
-        for index, opening, more in zip(going, openings, self._continued(openings), strict=True):
+        headers, drawn = [self.header + opening for opening in openings], (kind.temperature, kind.continued)
+        continued = self.writer.continued(headers, *drawn, _number(self.seed)) if headers else []
+        for index, opening, more in zip(going, openings, continued, strict=True):
             whole = _joined(opening, more)
             texts[index] = whole if more.strip() and len(whole.strip()) >= _SHORTEST_PROMPT else None
         return [
@@ -267,13 +267,6 @@ class _Writer:
             if text is not None
         ]
 
-    def _continued(self, openings: Sequence[str]) -> list[str]:
-        if not openings:
-            return []
-        headers, kind = [self.header + opening for opening in openings], self.kind
-        drawn: tuple[Any, ...] = (kind.temperature, kind.continued, _number(self.seed), self.recorder, self.seconds)
-        return continue_texts(self.target, self.tokenizer, headers, *drawn)
-
     def _documents(self, sketches: Sequence[Sketch]) -> list[list[str]]:
         """Returns the documents of each prompt, in whole sentences."""
         kind, found = self.kind, [list[str]() for _ in sketches]
@@ -281,9 +274,8 @@ class _Writer:
         for part in range(max((len(each.asks) for each in sketches), default=0)):
             asks = [each.asks[part] for each in sketches]
             histories: list[list[Message]] = [[{"role": "user", "content": ask}] for ask in asks]
-            with seeded(self.target, _number(f"{self.seed} document {part}")):
-                drawn: tuple[Any, ...] = (kind.document_temperature, tokens, self.recorder, self.seconds)
-                written = reply(self.target, self.tokenizer, histories, *drawn)
+            with seeded(self.writer.target, _number(f"{self.seed} document {part}")):
+                written = self.writer.reply(histories, kind.document_temperature, tokens)
             for parts, ask, each in zip(found, asks, written, strict=True):
                 self.on_document(kind, ask, each)
                 whole = each.text if each.new_tokens < tokens else _whole_sentences(each.text)
