@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
 import time
@@ -199,40 +200,41 @@ class _Run:
     def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
         """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
         plan, budget, features = self.plan, self._budget(), self._features(start, bool(finished))
-        clock = budget if self.args.max_minutes is not None else None
-        grows, seconds = plan.stream or clock is not None, clock.answer_seconds if clock else lambda: None
+        timed = self.args.max_minutes is not None
         shared = (self.target, self.tokenizer, plan, self.args.seed, self.identity, self.report)
-        answering = Answering(*shared, features, grows, seconds)
+        answering = Answering(*shared, features, plan.stream or timed, budget.answer_seconds)
         groups = answering.groups(prompts)
         chats = [*finished, *next(groups)]
         total: float = answering.expected(prompts)
         unit, given = "prompts", len(finished)
         if plan.stream:
             unit, total, given = "chats", BEFORE_LEARNING, 0
-        if clock is not None:
-            unit, total = "minutes", clock.answer_minutes
+        if timed:
+            unit, total = "minutes", budget.answer_minutes
 
         def done() -> float:
-            return min(len(chats) - given if clock is None else clock.spent / 60, total)
+            return min(budget.spent / 60 if timed else len(chats) - given, total)
 
         with self.report.stage("answering", unit, total, done()) as stage:
-            while not self._is_enough(len(chats), clock) and (group := next(groups, None)) is not None:
+            while (
+                not self._is_enough(len(chats), budget.answer_seconds()) and (group := next(groups, None)) is not None
+            ):
                 chats += group
-                stage.advance(done(), f"{len(chats):,} chats" if clock else None)
+                stage.advance(done(), f"{len(chats):,} chats" if timed else None)
         self.learn_from(chats, start, features, groups if plan.stream else None, budget)
 
-    def _budget(self) -> TimeBudget | None:
-        """The time of the whole run, or of its training, if it is limited."""
+    def _budget(self) -> TimeBudget:
+        """The time of the whole run, or of its training; without end if it is not limited."""
         args, out = self.args, Path(self.plan.out)
         if args.max_minutes is None:
-            return None if args.max_training_minutes is None else TimeBudget(args.max_training_minutes)
+            return TimeBudget(args.max_training_minutes or math.inf)
         share = FIRST_ANSWERS if self.plan.stream else ANSWERS
         share = 0.0 if last_checkpoint(out) else share  # nothing more is answered before training goes on
         return TimeBudget(args.max_minutes, out, share, self.began)
 
-    def _is_enough(self, chats: int, clock: TimeBudget | None) -> bool:
-        """Whether training begins with so many chats: where the time for answers is over, or a stream can go on."""
-        late = clock is not None and (clock.answer_seconds() or 0.0) <= 0.0
+    def _is_enough(self, chats: int, seconds: float | None) -> bool:
+        """Whether training begins with so many chats: where no seconds are left for answers, or a stream can go on."""
+        late = seconds is not None and seconds <= 0.0
         if self.plan.stream:
             return chats >= BEFORE_LEARNING or (late and chats > self.plan.eval_conversations)
         return late and chats > _FEWEST
@@ -242,15 +244,14 @@ class _Run:
         conversations: Sequence[Conversation],
         start: Any,
         features: FeatureCache | None,
-        groups: Iterator[list[Conversation]] | None = None,
-        budget: TimeBudget | None = None,
+        groups: Iterator[list[Conversation]] | None,
+        budget: TimeBudget,
     ) -> None:
         """Trains a drafter, `start` or a fresh one, and saves the best.
 
         Args:
             features: those on disk; `None` to compute them in every step.
-            groups: yields further conversations.
-            budget: see `_budget`.
+            groups: yields further conversations; `None` for no stream.
         """
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
         first, held_out = self._divided(len(conversations), groups is not None, budget)
@@ -277,7 +278,7 @@ class _Run:
             place = StreamPlace.after(samples, plan.passes, callback_of(last, StreamPlace))
             train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, place.begin)
             callbacks.append(place)
-        if budget is not None:
+        if budget.limited:
             budget.begin_training(begun, callback_of(last, TimeBudget))
         trainer = DrafterTrainer(
             model,
@@ -296,10 +297,10 @@ class _Run:
         _learn(trainer, last, report)
         self._keep(trainer, amount, begin)
 
-    def _divided(self, count: int, grows: bool, budget: TimeBudget | None) -> tuple[int, int]:
+    def _divided(self, count: int, grows: bool, budget: TimeBudget) -> tuple[int, int]:
         """Returns how many conversations choose the draft vocabulary, and how many of these are held out."""
         if grows:  # what a resumed stream has answered since changes neither
-            count = min(BEFORE_LEARNING if budget is None or budget.first is None else budget.first, count)
+            count = min(BEFORE_LEARNING if budget.first is None else budget.first, count)
         most, slow = self.plan.eval_conversations, self.args.max_minutes is not None and not self.plan.stream
         return count, min(most, count // 2) if slow else most  # a slow machine has few
 
@@ -323,8 +324,8 @@ class _Run:
         out, state = Path(plan.out), PartialState()
         if plan.lora is None:
             try:
-                budget = None if is_sharded(target) else trainer.budget  # all processes have to write as much
-                seconds = None if budget is None else budget.remaining
+                limited = trainer.budget.limited and not is_sharded(target)  # all processes have to write as much
+                seconds = trainer.budget.remaining if limited else None
                 name = plan.drafter.get("target_name")
                 family.record_target(trainer.drafter, target, self.tokenizer, name, seconds)
             except Exception as error:  # the drafter is saved all the same
@@ -439,15 +440,15 @@ def _in_words(amount: Counter[str]) -> str:
 def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None:
     """Takes the steps that are left after checkpoint `last`, and loads the best drafter."""
     args, budget = trainer.args, trainer.budget
-    minutes = None if budget is None else budget.minutes
+    minutes = budget.minutes if budget.limited else None
     if last is not None and had_ended(last, args, minutes):  # the Trainer would take one more step
         trainer.restore(last)
     else:
-        if budget is not None:
+        if budget.limited:
             left = budget.minutes - budget.spent / 60
             report(f"{left:.3g} minutes begin: steps, evaluations and pictures, until the drafter is saved")
-        with report.stage("training", "steps" if budget is None else "minutes") as stage:
-            trainer.add_callback(TrainingProgress(stage, budget))
+        with report.stage("training", "minutes" if budget.limited else "steps") as stage:
+            trainer.add_callback(TrainingProgress(stage, budget if budget.limited else None))
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     best = trainer.state.best_model_checkpoint
     if best:

@@ -111,7 +111,7 @@ class DrafterTrainer(Trainer):
     ) -> None:
         self.target = target
         self.tau_prompts = tau_prompts
-        self.budget, self._clock = budget, budget or TimeBudget(math.inf)
+        self.budget = budget or TimeBudget(math.inf)
         drafter = _base(model)
         check_learning(family_of(drafter), drafter.config, target, args)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
@@ -127,8 +127,8 @@ class DrafterTrainer(Trainer):
             args.activation_checkpointing = False  # the Trainer's works only for layers called as modules
         with _without_frozen_config(drafter):
             super().__init__(model=model, args=args, data_collator=collate, **kwargs)
-        if budget is not None:
-            self.add_callback(budget)
+        if self.budget.limited:
+            self.add_callback(self.budget)
         if report is not None:
             self.remove_callback(PrinterCallback)
         self.report = report or Reporter(lambda _: None)
@@ -144,7 +144,7 @@ class DrafterTrainer(Trainer):
         return _base(self.accelerator.unwrap_model(self.model))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        if self.budget is None:
+        if not self.budget.limited:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is None:
             self.lr_scheduler = self.budget.schedule(self.optimizer if optimizer is None else optimizer)
@@ -204,7 +204,7 @@ class DrafterTrainer(Trainer):
             now = time.perf_counter()
             logs["tokens_per_second"] = round(self._tokens * self.accelerator.num_processes / (now - self._since), 1)
             self._tokens, self._since = 0, now
-            if self.budget is not None:
+            if self.budget.limited:
                 logs["minutes"] = round(self.budget.spent / 60, 1)
         super().log(logs, *args, **kwargs)
 
@@ -214,7 +214,7 @@ class DrafterTrainer(Trainer):
 
         With a time budget it measures as much as there is time for, see `TimeBudget.within`.
         """
-        begin, since, limit = time.monotonic(), time.perf_counter(), self._clock.evaluation_limit
+        begin, since, limit = time.monotonic(), time.perf_counter(), self.budget.evaluation_limit
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self.model_wrapped if self.model_wrapped is not None else self.model
         model.eval()
@@ -225,7 +225,7 @@ class DrafterTrainer(Trainer):
         distance = math.nan
         everything = len(dataset) + len(self.tau_prompts)
         with self.report.stage("evaluating", "conversations and prompts", everything) as stage:
-            for batch in self._clock.within(batches, "batches", 0.4 * limit):
+            for batch in self.budget.within(batches, "batches", 0.4 * limit):
                 with self.accelerator.autocast():  # a resumed run may evaluate before the Trainer has wrapped the model
                     parts.append(self._parts(model, [dataset[i] for i in batch], 0, measured=True))
                 stage.advance(batch.stop)
@@ -233,7 +233,7 @@ class DrafterTrainer(Trainer):
             if self.tau_prompts:
                 end = begin + limit
                 left = 0.8 * limit - (time.monotonic() - begin)
-                for call in self._decode(self._clock.within(self.tau_prompts, "prompts", left), end):
+                for call in self._decode(self.budget.within(self.tau_prompts, "prompts", left), end):
                     calls.append(call)
                     stage.advance(batch.stop + len(calls))
                 distance = self._parity(self.tau_prompts[: min(2, len(calls))], end)
@@ -285,7 +285,7 @@ class DrafterTrainer(Trainer):
 
     def _seconds(self, end: float) -> float | None:
         """Seconds left for a text of an evaluation that ends at `end`; `None` for no limit."""
-        if self.budget is None or is_sharded(self.target):  # all processes have to decode the same tokens
+        if not self.budget.limited or is_sharded(self.target):  # all processes have to decode the same tokens
             return None
         return max(end - time.monotonic(), 0.0)
 
