@@ -46,12 +46,13 @@ def _with_options(body: Callable[..., None]) -> Callable[..., None]:
             parameters.append(each.replace(annotation=hints[each.name]))
     for kind in (TrainingPlan, DrafterFields):
         for name, own in options_of(kind).items():
-            names, limits = own.limits.get("names", []), {key: own.limits[key] for key in own.limits.keys() - {"names"}}
-            annotated = Annotated[
-                own.type, typer.Option(*names, help=own.sentence, rich_help_panel=own.panel, **limits)
-            ]
+            limits = {key: value for key, value in own.limits.items() if key != "names"}
+            names, form = own.limits.get("names", []), own.type
+            shown = typer.Option(*names, help=own.sentence, rich_help_panel=own.panel, **limits)
             default = Parameter.empty if name == "out" else None if own.default is MISSING else own.default
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotated))
+            parameters.append(
+                Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[form, shown])
+            )
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return body
 

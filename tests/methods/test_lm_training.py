@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLMDrafter
 from hf_hsdraft.drafters.language_model.layer_subset import layers_of, with_layers
-from hf_hsdraft.methods.distillation.lm_training import LMPredictions
 from hf_hsdraft.methods.souping.pruning import prune
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
@@ -103,7 +102,7 @@ def test_chains_of_the_text_are_what_the_text_says(target):
     pack = Pack.of(read_features(target, (), chats)).to(torch.device("cpu"), torch.float32)
     chains = Chains(torch.tensor([2, 11, 14]), 2, torch.ones(3, dtype=torch.bool))
     labels = true_labels(pack, chains, 4)
-    predictions = LMPredictions(drafter, weights)
+    predictions = family_of(drafter).predictions(drafter, weights)
     with torch.no_grad():
         together = unroll(drafter, predictions, pack, chains, labels.tokens).hidden_states
         drafter.apart = True

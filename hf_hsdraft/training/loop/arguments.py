@@ -40,7 +40,7 @@ DRAFTER_OPTIONS: Registry[type] = Registry("drafter_option")  # fields of a meth
 
 
 @dataclass
-class DrafterTrainingArguments(LearningOptions, TrainingArguments):  # type: ignore[misc]
+class DrafterTrainingArguments(LearningOptions, TrainingArguments):
     """transformers' `TrainingArguments` with `LearningOptions`, and defaults that suit them.
 
     `data_policy` is one of DistillSpec (section 4) or `"draft-opd"`; `cosine_weight` is of FastVLM. `max_minutes` are

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 
 from ...core.methods import Registry
 from ...drafters.base.target_weights import TargetWeights
+from ..families.family import TrainableFamily
 from ..families.trainable import family_of
 from .candidates import Candidates, Columns, likely_columns
-from .chains import ChainLabels, Predictions
+from .chains import ChainLabels
 from .objectives import Objective
 
 # Takes logits of drafter and target, `[N, V']`, the places of their predictions, and the columns of the first choices
@@ -152,7 +153,7 @@ class ChainLoss:
 
     def _sum(
         self,
-        predictions: Predictions,
+        predictions: TrainableFamily,
         hidden_states: Sequence[torch.Tensor],
         states: Sequence[torch.Tensor | None],
         labels: ChainLabels,
