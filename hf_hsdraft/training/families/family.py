@@ -59,8 +59,8 @@ class TrainableFamily:
     - `layers`, the modules of its layers, unless the family's `layers` finds them elsewhere;
     - `config`, `device`, `dtype`, `from_pretrained` and `save_pretrained`, as models of transformers have them.
 
-    In shapes S are chains, K draft steps, D the size of a drafted state, V' the draft vocabulary, N predictions. Depth d
-    of the chain at position i predicts x_{i+2+d}. Its parent, the last token that it may know, is x_{i+1+d}.
+    In shapes S are chains, K draft steps, D the size of a drafted state, V' the draft vocabulary, N predictions. Depth
+    d of the chain at position i predicts x_{i+2+d}. Its parent, the last token that it may know, is x_{i+1+d}.
 
     Attributes:
         name: name of the family, as `hsdraft train --family` takes it.
