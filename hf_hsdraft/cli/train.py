@@ -10,12 +10,12 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -38,21 +38,44 @@ _QUICK_ARGUMENTS: dict[str, Any] = {
 _QUICK_VOCABULARY = 8192
 
 
+def _own_or(device: str | None) -> str | None:
+    return device if device in (None, "auto") else checked_device(device)
+
+
+@dataclass
+class RunOptions:
+    """Options that choose target and device."""
+
+    panel: ClassVar[str] = RUNNING
+    target: Annotated[str | None, _TARGET] = None
+    quick: Annotated[
+        bool, "Five minutes for a first look; other options change its settings.", {"names": ["--quick"]}
+    ] = False
+    dtype: Annotated[
+        Dtype | None,
+        "Dtype of the target; default: bfloat16 where the device computes in it, else float32. In bfloat16 training "
+        "steps are too (--bf16 false: in float32); weights and updates are in float32.",
+    ] = None
+    device: Annotated[
+        str | None,
+        "Default: this process's GPU, or the CPU; auto spreads the target over all.",
+        {"callback": _own_or},
+    ] = None
+    chat_template: Annotated[
+        Path | None, "Template file, for a target without one.", DATA, {"exists": True, "dir_okay": False}
+    ] = None
+
+
 def _with_options(body: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of plan and drafter, which it takes as further keywords."""
-    hints, parameters = get_type_hints(body, include_extras=True), list[Parameter]()
-    for each in inspect.signature(body).parameters.values():
-        if each.kind != Parameter.VAR_KEYWORD:
-            parameters.append(each.replace(annotation=hints[each.name]))
-    for kind in (TrainingPlan, DrafterFields):
+    """Gives a command, which takes a context and further keywords, the options that dataclasses declare."""
+    parameters = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    for kind in (RunOptions, TrainingPlan, DrafterFields):
         for name, own in options_of(kind).items():
             limits = {key: value for key, value in own.limits.items() if key != "names"}
             names, form = own.limits.get("names", []), own.type
-            shown = typer.Option(*names, help=own.sentence, rich_help_panel=own.panel, **limits)
+            shown = Annotated[form, typer.Option(*names, help=own.sentence, rich_help_panel=own.panel, **limits)]
             default = Parameter.empty if name == "out" else None if own.default is MISSING else own.default
-            parameters.append(
-                Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[form, shown])
-            )
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=shown))
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return body
 
@@ -108,10 +131,6 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _own_or(device: str | None) -> str | None:
-    return device if device in (None, "auto") else checked_device(device)
-
-
 @app.command(
     cls=TrainCommand,
     short_help="Train a drafter on the target's own answers.",
@@ -119,40 +138,7 @@ def _own_or(device: str | None) -> str | None:
     epilog="Any other field of transformers.TrainingArguments is an option too. The same command resumes a run.",
 )
 @_with_options
-def train(
-    context: typer.Context,
-    *,
-    target: Annotated[str | None, typer.Option(help=_TARGET, rich_help_panel=RUNNING)] = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Five minutes for a first look; other options change its settings.", rich_help_panel=RUNNING
-        ),
-    ] = False,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(
-            help="Dtype of the target; default: bfloat16 where the device computes in it, else float32. In bfloat16 "
-            "training steps are too (--bf16 false: in float32); weights and updates are in float32.",
-            rich_help_panel=RUNNING,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Default: this process's GPU, or the CPU; auto spreads the target over all.",
-            callback=_own_or,
-            rich_help_panel=RUNNING,
-        ),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            help="Template file, for a target without one.", exists=True, dir_okay=False, rich_help_panel=DATA
-        ),
-    ] = None,
-    **options: Any,
-) -> None:
+def train(context: typer.Context, **options: Any) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     began = context.meta.get("began", time.monotonic())
     also = ["openai"] * (options["answers_from"] is not None) + ["peft"] * (options["lora"] is not None)
@@ -162,8 +148,10 @@ def train(
     from ..training.loop.run_folder import check_no_other_run
     from ..training.loop.start import prepared
 
+    run_on = {name: options.pop(name) for name in options_of(RunOptions)}
+    target, quick, chat_template = (run_on[name] for name in ("target", "quick", "chat_template"))
     given = {name: value for name, value in options.items() if _is_given(context, name)}
-    place, named = device or _own_device(), target or DEFAULT_TARGET
+    place, named = run_on["device"] or _own_device(), target or DEFAULT_TARGET
     if "lora" in given and "init_from" not in given:
         raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
     arguments = parse_arguments(context.args)
@@ -174,7 +162,7 @@ def train(
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and arguments.get("max_minutes"):  # before the target is loaded
         told = "it divides the time of one process: give --max-training-minutes, or start without `accelerate launch`"
         raise typer.BadParameter(told, param_hint="--quick" if quick else "--max-minutes")
-    dtype = dtype or _fastest(place)
+    dtype = run_on["dtype"] or _fastest(place)
     if dtype is Dtype.bfloat16:
         arguments.setdefault("bf16", True)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes start together, when they load the target

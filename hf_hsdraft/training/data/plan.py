@@ -53,9 +53,8 @@ def options_of(kind: type) -> dict[str, Option]:
             sentence, *more = sentence_and_more
             panel = next((part for part in more if isinstance(part, str)), kind.panel)  # type: ignore[attr-defined]
             limits = next((part for part in more if isinstance(part, dict)), {})
-            kind_of_value = limits.get("type", get_args(hints[each.name])[0])
-            limits = {name: value for name, value in limits.items() if name != "type"}
-            found[each.name] = Option(kind_of_value, each.default, sentence, panel, limits)
+            of_command = {"type": get_args(hints[each.name])[0], **limits}
+            found[each.name] = Option(of_command.pop("type"), each.default, sentence, panel, of_command)
     return found
 
 
