@@ -87,7 +87,7 @@ def decoding(
     By default the device is an H100, and the drafter a fresh hidden-state drafter.
     """
     from ...runtime.target_loading import load_config
-    from .decoding_estimate import Device, Drafting, estimate_decoding
+    from .training_estimate import Device, Drafting, estimate_decoding
 
     fields = _fields(num_hidden_layers, num_roll_layers, num_step_modules, injector, draft_layers=draft_layers)
     if drafter is not None and fields:
