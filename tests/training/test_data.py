@@ -14,7 +14,7 @@ from datasets import Dataset, load_dataset
 from training_helpers import chat_of, planned, run
 
 from hf_hsdraft import EagleConfig, EagleDrafter
-from hf_hsdraft.methods.estimate.training_estimate import typical_size
+from hf_hsdraft.methods.estimate.estimates import typical_size
 from hf_hsdraft.training import files
 from hf_hsdraft.training.data.conversations import (
     Conversation,

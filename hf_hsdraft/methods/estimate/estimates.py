@@ -1,7 +1,10 @@
-"""Estimates what training a drafter would need, from two configurations, and shows the arithmetic.
+"""Estimates what training a drafter and decoding with it would take, by arithmetic that is shown.
 
-It counts the operations of products with weight matrices, 2 per weight and row. A trained part takes three such
+Of training it counts the operations of products with weight matrices, 2 per weight and row. A trained part takes three such
 products: forward, gradient of its input, gradient of its weights. A frozen part between trained parts takes two.
+
+Of decoding, a product with a weight matrix takes as long as reading the weights or as multiplying by them, whichever is
+longer. Other kernels and the host's work are not counted, so the estimate is a limit.
 """
 
 from __future__ import annotations
@@ -212,7 +215,7 @@ def _drafter_parts(config: HSDraftConfig) -> dict[str, int]:
     return parts
 
 
-_NOT_COUNTED = (
+_LEFT_OUT = (
     "not counted: launches, the host, attention scores, reading what was accepted into the drafter, and memory of "
     "temporary results. All experts of a mixture count as read."
 )
@@ -309,5 +312,5 @@ def estimate_decoding(
     round_time = add("time of a round", "s", "verifying + draft", verify, draft, sign="+")
     plain = add("plain steps for as many tokens", "s", "tau x time of a plain step", plan.tau, step)
     add("speed-up, at most", "", "plain steps / round", plain, round_time, sign="/")
-    sheet.lines.append(_NOT_COUNTED)
+    sheet.lines.append(_LEFT_OUT)
     return sheet
