@@ -1,7 +1,7 @@
 """Estimates what training a drafter and decoding with it would take, by arithmetic that is shown.
 
-Of training it counts the operations of products with weight matrices, 2 per weight and row. A trained part takes three such
-products: forward, gradient of its input, gradient of its weights. A frozen part between trained parts takes two.
+Of training it counts the operations of products with weight matrices, 2 per weight and row. A trained part takes three
+such products: forward, gradient of its input, gradient of its weights. A frozen part between trained parts takes two.
 
 Of decoding, a product with a weight matrix takes as long as reading the weights or as multiplying by them, whichever is
 longer. Other kernels and the host's work are not counted, so the estimate is a limit.

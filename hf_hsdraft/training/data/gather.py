@@ -394,7 +394,7 @@ def in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversat
     return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.key)).encode()).hexdigest())
 
 
-_TOGETHER = 64  # new conversations that are shuffled together: a resumed run repeats so many at most
+_SHUFFLED = 64  # new conversations that are shuffled together: a resumed run repeats so many at most
 
 
 class StreamPlace(TrainerCallback, ExportableState):
@@ -413,7 +413,7 @@ class StreamPlace(TrainerCallback, ExportableState):
         """Returns the place after so many samples; `stored` are the attributes in the checkpoint, empty for none."""
         before = stored.get("repeated", 0)
         learned = max(samples // passes - before, 0)  # at least, except for the slice that was interrupted
-        begin = max(learned - _TOGETHER, 0)
+        begin = max(learned - _SHUFFLED, 0)
         return cls(before + learned - begin, begin)
 
     def state(self) -> dict[str, Any]:
@@ -450,8 +450,8 @@ class ChatStream(IterableDataset[Any]):
             yield from self._shuffled(chats, [])
 
     def _learned(self, new: Sequence[Any], chats: Sequence[Any]) -> Iterator[Any]:
-        for at in range(0, len(new), _TOGETHER):
-            yield from self._shuffled(new[at : at + _TOGETHER], chats)
+        for at in range(0, len(new), _SHUFFLED):
+            yield from self._shuffled(new[at : at + _SHUFFLED], chats)
 
     def _shuffled(self, new: Sequence[Any], chats: Sequence[Any]) -> Iterator[Any]:
         """Yields new conversations and, `passes` - 1 times as many, draws from all."""
