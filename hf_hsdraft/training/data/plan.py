@@ -100,14 +100,6 @@ class TrainingPlan:
 
     panel: ClassVar[str] = DATA
     out: Annotated[str, "Folder of the run; run again to resume.", RUNNING, {"metavar": "PATH"}]
-    cache_taps: Annotated[
-        bool | None,
-        "Keep the target's hidden states on disk, so that no step computes them; default: where a target "
-        "on a CPU gives all answers.",
-        RUNNING,
-    ] = None
-    stream: Annotated[bool, "Learn while the target still answers; each conversation --passes times.", RUNNING] = False
-    passes: Annotated[int, "How often a stream learns from a conversation.", RUNNING, {"min": 1}] = PASSES
     prompts: Annotated[
         list[Path], "JSONL: `turns` to answer, or `messages`; repeat.", {"names": ["--prompts"], **_FILES}
     ] = field(default_factory=list)
@@ -145,6 +137,14 @@ class TrainingPlan:
         {"names": ["--exclude-near"], **_FILES},
     ] = field(default_factory=list)
     skip_bad_lines: Annotated[bool, "Report unusable lines of --prompts and leave them out."] = False
+    cache_taps: Annotated[
+        bool | None,
+        "Keep the target's hidden states on disk, so that no step computes them; default: where a target "
+        "on a CPU gives all answers.",
+        RUNNING,
+    ] = None
+    stream: Annotated[bool, "Learn while the target still answers; each conversation --passes times.", RUNNING] = False
+    passes: Annotated[int, "How often a stream learns from a conversation.", RUNNING, {"min": 1}] = PASSES
     family: Annotated[str, "Family of the drafter.", DRAFTER, {"type": _FAMILY}] = "hidden-state"
     init_from: Annotated[str | None, "Drafter to start from.", DRAFTER] = None
     lora: Annotated[
