@@ -76,6 +76,9 @@ LimitOption = Annotated[
     int | None, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.")
 ]
 NewTokensOption = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens per prompt.")]
+TrainOption = Annotated[
+    list[Path], typer.Option("--train", exists=True, help="Training chats: JSONL, or the folder of a run; repeat.")
+]
 OutOption = Annotated[Path, typer.Option(help="New folder to write.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="File for all figures, as JSON.")]
 TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")]

@@ -2,70 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from ..core.checks import printable
-from ._shared import TargetOption, console, say
+from ._shared import TrainOption, console, say
 
 app = typer.Typer()
 
-TrainOption = Annotated[
-    list[Path], typer.Option("--train", exists=True, help="Training chats: JSONL, or the folder of a run; repeat.")
-]
 FolderArgument = Annotated[
     Path, typer.Argument(exists=True, file_okay=False, help="Folder that the option `history` names.")
 ]
 _SHOWN = 100  # characters of a text
-
-
-@app.command(short_help="Count training chats by kind.")
-def coverage(
-    train: TrainOption,
-    against: Annotated[
-        list[Path] | None,
-        typer.Option(exists=True, help="Chats or prompts to search for in the training answers; repeat."),
-    ] = None,
-    target: TargetOption = None,
-) -> None:
-    """Counts chats and tokens by kind, and measures the variety of answers and their overlap with other texts."""
-    from ..runtime.target_loading import load_tokenizer
-    from ..training.data.conversations import read_chats
-    from ..training.data.coverage import COVERED, DEFINITION, DISTINCT, count_covered, count_kinds
-
-    chats = [chat for path in train for chat in read_chats(path)]
-    others = [chat for path in against or () for chat in read_chats(path)]
-    tokenizer = load_tokenizer(target)
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    columns = ["chats", "user tokens", "answer tokens", *(f"distinct-{n}" for n in DISTINCT)]
-    kinds = count_kinds(chats, tokenize)
-    _print_kinds(
-        "training chats", columns, [(row.kind, row.chats, row.asked, row.answered, *row.distinct) for row in kinds]
-    )
-    if others:
-        what = "answers" if any(chat.answers for chat in others) else "user turns"
-        columns = ["texts", "tokens", *(f"covered-{n}" for n in COVERED)]
-        covered = ((row.kind, row.texts, row.tokens, *row.covered) for row in count_covered(chats, others, tokenize))
-        _print_kinds(f"{what} of the other texts", columns, covered)
-    console.print(DEFINITION, highlight=False)
-
-
-def _print_kinds(title: str, columns: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> None:
-    """Prints numbers and shares by kind, the first entry of each row."""
-    table = Table("kind", *(Column(name, justify="right") for name in columns), title=title, title_justify="left")
-    for kind, *numbers in rows:
-        shown = (f"{number:.3f}" if isinstance(number, float) else f"{number:,}" for number in numbers)
-        table.add_row(escape(kind) or "none", *shown)
-    console.print(table)
 
 
 @app.command(short_help="Find prompts that are in training chats.")

@@ -48,35 +48,28 @@ def test_commands_say_what_they_do_and_each_overview_has_a_line_for_each():
 
 
 def test_the_help_of_training_shows_every_option_with_its_type_and_default():
-    from dataclasses import MISSING, fields
+    from dataclasses import fields
 
     from transformers import TrainingArguments
 
-    from hf_hsdraft.cli._train_help import PANELS
-    from hf_hsdraft.training.data.plan import TrainingPlan
+    from hf_hsdraft.training.data.plan import PANELS, DrafterFields, LearningOptions, TrainingPlan, options_of
     from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments, parse_arguments
 
-    rows = [row for panel in PANELS.values() for row in panel["fields"]]
-    known = {field.name: field for field in fields(DrafterTrainingArguments)}
-    own = known.keys() - {field.name for field in fields(TrainingArguments)} - {"method_options"}
-    assert own <= {name for name, *_ in rows}
-    for name, kind, default, sentence in rows:
-        assert sentence.endswith(".")
-        value = known[name].default
-        assert default == ("" if value is None or value is MISSING or kind in ("", "bool") else str(value)), name
-        given = {"": [], "bool": ["true"], "list": ["1,0.5"], "str": [default or "x"]}.get(kind, [default or "1"])
-        assert name in parse_arguments([f"--{name.replace('_', '-')}", *given])
-    options = {row[0]: row[2] for panel in PANELS.values() for row in panel["options"]}
-    for field in fields(TrainingPlan):
-        if options.get(field.name):
-            assert options[field.name] == field.default, field.name
-    listed = [*options, "help"]
+    learning = options_of(LearningOptions)
+    own = {each.name for each in fields(DrafterTrainingArguments)} - {each.name for each in fields(TrainingArguments)}
+    assert own - {"method_options"} <= learning.keys()
+    assert {each.name for each in fields(TrainingPlan)} - {"drafter"} == options_of(TrainingPlan).keys()
+    for name, each in learning.items():
+        assert each.sentence.endswith(".")
+        given = {bool: [], list[float] | None: ["1,0.5"], bool | None: ["true"], str: [each.default or "x"]}
+        assert name in parse_arguments([f"--{name.replace('_', '-')}", *given.get(each.type, [str(each.default or 1)])])
     command = get_command(cli.app).commands["train"]
-    assert sorted(listed) == sorted([*(option.name for option in command.params), "help"])
     shown = CliRunner().invoke(cli.app, ["train", "--help"]).output
-    assert all(
-        f"--{name.replace('_', '-')}" in shown for name in [*(row[0] for row in rows), *listed] if name != "opening"
-    )
+    flags = [flag for each in command.params for flag in each.opts]
+    assert {*options_of(TrainingPlan), *options_of(DrafterFields)} < {each.name for each in command.params}
+    assert {"--out", "--opening", "--temperature", "--taps", "--markov-head", "--quick"} < {*flags}
+    assert all(flag in shown for flag in [*flags, *(f"--{name.replace('_', '-')}" for name in learning), "--help"])
+    assert "[default: 0.0006]" in shown and "[default: 256; x>=1]" in shown
     assert [line[:-1] for line in shown.splitlines() if line[:-1] in PANELS] == list(PANELS)
 
 

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import BlockDrafter, CachebackDrafter, EagleConfig, EagleDrafter, HSDraftConfig, HSDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.methods.estimate.decoding_estimate import Device, Drafting, estimate_decoding
-from hf_hsdraft.methods.estimate.training_estimate import estimate
+from hf_hsdraft.methods.estimate.estimates import Device, Drafting, estimate, estimate_decoding
 
 LLAMA_1B = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,

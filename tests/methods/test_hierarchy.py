@@ -30,7 +30,7 @@ from hf_hsdraft.methods.cascade.hierarchy import (
     decoding,
 )
 from hf_hsdraft.methods.cascade.planning import Note, Notes
-from hf_hsdraft.methods.estimate.decoding_estimate import Device, Forward
+from hf_hsdraft.methods.estimate.estimates import Device, Forward
 
 
 def made(middle: float, words: float = 0.5, seconds: float = 0.1, rest: float = 0.0, below: str = "words") -> Levels:

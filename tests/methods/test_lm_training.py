@@ -16,14 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLMDrafter
 from hf_hsdraft.methods.distillation.layer_subset import layers_of, with_layers
-from hf_hsdraft.methods.distillation.lm_training import LMPredictions
 from hf_hsdraft.methods.souping.pruning import prune
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, as_trained, family_of
-from hf_hsdraft.training.loop.checks import prepared
-from hf_hsdraft.training.loop.start import drafter_to_start_from
+from hf_hsdraft.training.loop.start import drafter_to_start_from, prepared
 from hf_hsdraft.training.loss.chains import Chains, Pack, true_labels, unroll
 
 
@@ -104,7 +102,7 @@ def test_chains_of_the_text_are_what_the_text_says(target):
     pack = Pack.of(read_features(target, (), chats)).to(torch.device("cpu"), torch.float32)
     chains = Chains(torch.tensor([2, 11, 14]), 2, torch.ones(3, dtype=torch.bool))
     labels = true_labels(pack, chains, 4)
-    predictions = LMPredictions(drafter, weights)
+    predictions = family_of(drafter).predictions(drafter, weights)
     with torch.no_grad():
         together = unroll(drafter, predictions, pack, chains, labels.tokens).hidden_states
         drafter.apart = True

@@ -14,8 +14,8 @@ from datasets import Dataset, load_dataset
 from training_helpers import chat_of, planned, run
 
 from hf_hsdraft import EagleConfig, EagleDrafter
+from hf_hsdraft.methods.estimate.estimates import typical_size
 from hf_hsdraft.training import files
-from hf_hsdraft.training.data.answers import answer_prompts, prompts_that_fit, row_of, temperature_of
 from hf_hsdraft.training.data.conversations import (
     Conversation,
     Prompt,
@@ -25,19 +25,24 @@ from hf_hsdraft.training.data.conversations import (
     read_prompts,
     tokenize_conversation,
 )
-from hf_hsdraft.training.data.dataset import RowFolder
-from hf_hsdraft.training.data.generating import DrawnToken, user_header
-from hf_hsdraft.training.data.inventing import invent_prompts
-from hf_hsdraft.training.data.kinds import kind_of_openings
+from hf_hsdraft.training.data.generating import (
+    DrawnToken,
+    TapRecorder,
+    answer_prompts,
+    prompts_that_fit,
+    row_of,
+    temperature_of,
+    user_header,
+)
+from hf_hsdraft.training.data.inventing import invent_prompts, kind_of_openings
 from hf_hsdraft.training.data.plan import TrainingPlan
-from hf_hsdraft.training.data.recording import TapRecorder
 from hf_hsdraft.training.data.vocabulary import (
     choose_draft_vocabulary,
     column_cost_of,
     paying_size,
-    typical_size,
 )
-from hf_hsdraft.training.loop.checks import prepared
+from hf_hsdraft.training.files import RowFolder
+from hf_hsdraft.training.loop.start import prepared
 
 
 def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):

@@ -11,10 +11,19 @@ from itertools import groupby
 import pytest
 
 from hf_hsdraft.training.data import inventing
-from hf_hsdraft.training.data.dataset import RowFolder
-from hf_hsdraft.training.data.generating import Reply
-from hf_hsdraft.training.data.inventing import invent_prompts, shortage
-from hf_hsdraft.training.data.kinds import KINDS, WORDS, Kind, chosen_kinds, kind_of_openings, quotas, sketch
+from hf_hsdraft.training.data.generating import Reply, TargetWriter
+from hf_hsdraft.training.data.inventing import (
+    KINDS,
+    WORDS,
+    Kind,
+    chosen_kinds,
+    invent_prompts,
+    kind_of_openings,
+    quotas,
+    shortage,
+    sketch,
+)
+from hf_hsdraft.training.files import RowFolder
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 
@@ -127,12 +136,12 @@ def test_documents_stand_in_prompts_and_fit(chatty, tokenizer, tmp_path):
 def test_the_document_is_what_the_target_writes_when_asked(chatty, tokenizer, tmp_path, monkeypatch):
     asked = []
 
-    def reply(target, tokenizer, histories, temperature, tokens, recorder, seconds):
+    def reply(writer, histories, temperature, tokens):
         asked.extend(history[0]["content"] for history in histories)
         asked_now = [history[0]["content"] for history in histories]
         return [Reply(f"An answer that has some length to: {text} And then", tokens) for text in asked_now]
 
-    monkeypatch.setattr(inventing, "reply", reply)
+    monkeypatch.setattr(TargetWriter, "reply", reply)
     kind = Kind(
         "both", ("Before. {document}", "{document} After."), documents=("Tell of {thing}.", "Say {thing}."), parts=2
     )

@@ -22,9 +22,9 @@ from hf_hsdraft import HSDrafter
 from hf_hsdraft.drafters.base.adapters import adapted as adapted_by
 from hf_hsdraft.drafters.base.adapters import adapter_names
 from hf_hsdraft.training.data import gather
-from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
+from hf_hsdraft.training.files import RowFolder
 from hf_hsdraft.training.loop import start
 from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
@@ -253,7 +253,7 @@ def test_the_best_checkpoint_is_found_where_the_run_was_moved_to(chatty, tokeniz
 
 def test_cached_taps_are_those_of_the_target_at_hand(chatty, tokenizer, tmp_path, monkeypatch):
     """The folder was begun with another target; its head is the same, as after a fine-tuning of the layers alone."""
-    from hf_hsdraft.training.loop.checks import fingerprint
+    from hf_hsdraft.training.loop.start import fingerprint
 
     tuned = copy.deepcopy(chatty)
     with torch.no_grad():
@@ -262,17 +262,15 @@ def test_cached_taps_are_those_of_the_target_at_hand(chatty, tokenizer, tmp_path
 
 
 def test_only_the_gpu_of_this_process_is_trained_on(monkeypatch):
-    from hf_hsdraft.training.loop import checks
-
-    monkeypatch.setattr(checks.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(start.torch.cuda, "current_device", lambda: 0)
     for own, place, fits in (("cuda", "cuda:0", True), ("cuda:1", "cuda:1", True), ("cuda", "cuda:1", False)):
-        monkeypatch.setattr(checks, "PartialState", lambda own=own: SimpleNamespace(device=torch.device(own)))
+        monkeypatch.setattr(start, "PartialState", lambda own=own: SimpleNamespace(device=torch.device(own)))
         target = SimpleNamespace(device=torch.device(place))
         if fits:
-            checks.check_device(target)
+            start.check_device(target)
         else:
             with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
-                checks.check_device(target)
+                start.check_device(target)
 
 
 def test_chats_are_published_as_a_data_set_that_the_card_names(chatty, tokenizer, tmp_path, finished, monkeypatch):
@@ -420,14 +418,14 @@ def test_the_figures_of_the_saved_drafter_are_not_measured_twice(chatty, tokeniz
 
 
 def test_invented_chats_are_of_the_kinds_asked_for(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training.data import answers, inventing
+    from hf_hsdraft.training.data import generating, inventing
 
     asked = plan(tmp_path, prompts=[], num_prompts=12, kinds={"mathematics": 1.0, "writing": 2.0}, max_length=200)
     run(chatty, tokenizer, asked)
     rows = list(RowFolder(tmp_path / "out" / "data").rows())
     assert Counter(row["category"] for row in rows) == {"mathematics": 4, "writing": 8}
     assert "mathematics, writing x 2" in (tmp_path / "out" / "training_recipe.json").read_text()
-    for place, name in ((answers, "_answer_batch"), (inventing._Writer, "prompts")):
+    for place, name in ((generating.TargetWriter, "reply"), (inventing._Writer, "prompts")):
         monkeypatch.setattr(place, name, lambda *_: pytest.fail("made again"))
     (tmp_path / "out" / "finished.json").unlink()
     run(chatty, tokenizer, asked)

@@ -13,11 +13,11 @@ from training_helpers import interrupted, kill_at_step_three
 
 from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data.conversations import Conversation, Prompt
-from hf_hsdraft.training.data.dataset import RowFolder
-from hf_hsdraft.training.data.stream import ChatStream, StreamPlace
+from hf_hsdraft.training.data.gather import ChatStream, StreamPlace
+from hf_hsdraft.training.files import RowFolder
 from hf_hsdraft.training.loop import run as run_module
-from hf_hsdraft.training.loop.checks import fingerprint
 from hf_hsdraft.training.loop.progress import Reporter
+from hf_hsdraft.training.loop.start import fingerprint
 
 
 def test_each_conversation_is_learned_about_as_often_as_asked_for():

@@ -21,7 +21,7 @@ from ..estimate.estimate_commands import (
 from .hierarchy import TARGET, Acceptance, Curve, Drafting, Levels, best_cascade, best_single
 
 if TYPE_CHECKING:
-    from ..estimate.decoding_estimate import Device
+    from ..estimate.estimates import Device
 
 app = typer.Typer()
 NGRAMS, MIDDLE = "n-grams", "middle"
@@ -48,7 +48,7 @@ def hierarchy(
 ) -> None:
     """Says whether n-grams, a middle model and the target would be faster than a drafter alone; runs nothing."""
     from ...runtime.target_loading import load_config
-    from ..estimate.decoding_estimate import Device
+    from ..estimate.estimates import Device
 
     config, other = load_config(target), load_config(middle)
     found = numbers(shares, "--shares", _SHARES, float)
@@ -77,7 +77,7 @@ def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: 
     `shares` are of tokens accepted, each after an accepted one: n-grams by the target, n-grams by the middle model, and
     the middle model by the target; a ValueError unless they are three in [0, 1). With 1, drafts would never end.
     """
-    from ..estimate.decoding_estimate import Forward
+    from ..estimate.estimates import Forward
 
     if len(shares) != 3 or not all(0.0 <= share < 1.0 for share in shares):
         raise ValueError(

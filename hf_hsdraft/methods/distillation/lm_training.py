@@ -19,10 +19,9 @@ from ...drafters.language_model.lm_texts import ability_of
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import as_attention_takes_it
-from ...training.families.family import OPTIONS, Choose, TrainableFamily, name_of
+from ...training.families.family import OPTIONS, Choose, TrainableFamily, name_of, trained
 from ...training.families.trainable import TRAINABLE
-from ...training.loss.chains import Branches
-from ...training.loss.predictions import Predictions, trained
+from ..branches import Branches
 from .layer_subset import evenly, layers_of, with_layers
 
 _PRUNED_BY = 5  # a fresh drafter has a fifth of the target's layers
@@ -146,34 +145,13 @@ class TrainedLM(CausalLMDrafter):
         return {name: names[id(weight)] for name, weight in every if names[id(weight)] != name}
 
 
-@dataclass(frozen=True)
-class LMPredictions(Predictions):
-    """Predictions of states that have read the tokens of their path."""
-
-    drafter: TrainedLM
-    weights: TargetWeights
-    reads_tokens = True
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return trained(self.drafter.model.get_output_embeddings())
-
-    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
-        return {"path_embeds": self.weights.embed(tokens)}
-
-    def logits(
-        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self.drafter.logits(hidden)[..., : len(self.weights.vocab_ids)]
-
-
 class LMFamily(TrainableFamily):
     """Small language models with the target's tokenizer, as `hsdraft make prune` makes them."""
 
     name = "lm"
     drafter: Any = TrainedLM
     drafts_as: Any = CausalLMDrafter  # class of its drafters outside training
-    predictions = LMPredictions
+    reads_tokens = True  # the states have read the tokens of their path
     least = {"num_hidden_layers": 1}  # noqa: RUF012
     # All depths are the same function of a text, so chains are followed to their ends, and there are fewer of them.
     arguments = {"rolled_fraction": 1.0, "chains_per_conversation": 32, "learning_rate": 3e-4}  # noqa: RUF012
@@ -288,6 +266,21 @@ class LMFamily(TrainableFamily):
         return (
             f"a language model ({config.model_type}) of {decoder_layers(config)} layers of width {config.hidden_size}"
         )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.model.model.get_output_embeddings())
+
+    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
+        return {"path_embeds": self.weights.embed(tokens)}
+
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.model.logits(hidden)[..., : len(self.weights.vocab_ids)]
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
 
 @torch.no_grad()

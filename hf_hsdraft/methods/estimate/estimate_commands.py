@@ -42,7 +42,7 @@ def training(
 ) -> None:
     """Says what training a hidden-state drafter for a target would take, with the arithmetic; runs nothing."""
     from ...runtime.target_loading import load_config
-    from .training_estimate import estimate
+    from .estimates import estimate
 
     config = load_config(target)
     sizes = _fields(num_hidden_layers, num_roll_layers, num_step_modules, injector, num_draft_steps=num_draft_steps)
@@ -87,7 +87,7 @@ def decoding(
     By default the device is an H100, and the drafter a fresh hidden-state drafter.
     """
     from ...runtime.target_loading import load_config
-    from .decoding_estimate import Device, Drafting, estimate_decoding
+    from .estimates import Device, Drafting, estimate_decoding
 
     fields = _fields(num_hidden_layers, num_roll_layers, num_step_modules, injector, draft_layers=draft_layers)
     if drafter is not None and fields:
@@ -128,8 +128,9 @@ def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any])
     from transformers import AutoModelForCausalLM
 
     from ...generate.by_name import load_drafter
-    from ...training.data.vocabulary import RANK_POWER, column_cost_of, typical_size
+    from ...training.data.vocabulary import column_cost_of
     from ...training.families.trainable import trainable
+    from .estimates import RANK_POWER, typical_size
 
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)

@@ -36,7 +36,7 @@ def train_refiner(
     """
     from ...drafters.base.draft_options import why_not_refined
     from ...generate.by_name import load_drafter
-    from ...training.data.conversations import read_answered, tokenize_conversation
+    from ...training.data.conversations import Conversation, read_chats, tokenize_conversation
     from ...training.files import check_place
     from .refinement import CONFIG, PathLMSizes, save_refiner
     from .refiner_training import examples_of
@@ -51,7 +51,7 @@ def train_refiner(
     folder = Path(name) if out is None else out
     if out is None:
         check_place(folder / CONFIG)
-    chats = [chat for path in train for chat in read_answered(path)]
+    chats = [chat for path in train for chat in read_chats(path) if isinstance(chat, Conversation)]
     if len(chats) < held_out:
         raise ValueError(f"{len(chats)} chats are too few: expected {held_out} at least, of which one is held out")
     model, tokenizer = loaded_target(target, loaded.dtype, device)

@@ -12,14 +12,12 @@ from typing import Any
 from ...training.families.hidden_state import TravellingFamily
 from ...training.families.trainable import TRAINABLE
 from ...training.loop.arguments import DRAFTER_OPTIONS
-from ...training.loss.predictions import StatePredictions
 from .drafter import SelfDrafter
 
 
 class SelfFamily(TravellingFamily):
     name = "self"
     drafter = SelfDrafter
-    predictions = StatePredictions  # along the text, which the first layers have read
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
     # Along the text all depths predict alike. So nearly all chains need only the first, and the few predictions of
     # deeper depths must not weigh as much as all of the first.

@@ -22,21 +22,37 @@ from ...training.loop.arguments import DRAFTER_OPTIONS, METHOD_OPTIONS, MethodOp
 from ...training.loss.chains import ChainLabels
 from ...training.loss.loss import CHUNK_LOGITS, LossParts, loss_parts, sum_over_chunks
 from ...training.loss.objectives import WHOLE_LOSSES, WholeLoss
-from ...training.loss.predictions import StatePredictions
 from .collapsed_frames import CollapsedFrames
 from .drafter import SpecFormerConfig, SpecFormerDrafter
 
 
-@dataclass(frozen=True)
-class FramePredictions(StatePredictions):
-    """Predictions of slots that are frames: what they say after a path, collapsed, whichever frame says it.
+class SpecFormerFamily(TravellingFamily):
+    name = "specformer"
+    drafter = SpecFormerDrafter
+    least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
+    arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # further slots are quick to compute
+
+    def by_columns(self, config: SpecFormerConfig) -> bool:
+        return not config.ctc
+
+    def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> Any:
+        return TravellingFamily.predictions(_Frames() if drafter.config.ctc else self, drafter, weights)
+
+    def describe(self, drafter: SpecFormerDrafter) -> str:
+        config = drafter.config
+        reads = "with" if config.reads_tokens else "without"
+        return f"{config.num_draft_steps} {'frames' if config.ctc else 'slots'}, {reads} the last token"
+
+
+class _Frames(SpecFormerFamily):
+    """Slots that are frames: what they say after a path, collapsed, whichever frame says it.
 
     So every depth depends on all slots of its chain. The state of a path holds them and the state of the collapse.
     """
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [*super().parameters, self.drafter.blank]
+        return [*super().parameters, self.model.blank]
 
     def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         slots, state, result = torch.stack(list(hidden_states), dim=1), None, list[torch.Tensor | None]()
@@ -50,31 +66,13 @@ class FramePredictions(StatePredictions):
         self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert states is not None
-        count, width = self.drafter.config.num_draft_steps, self.drafter.config.hidden_size
+        count, width = self.model.config.num_draft_steps, self.model.config.hidden_size
         slots, state = states[:, : count * width], states[:, count * width :]
         slots = slots.to(hidden.dtype).unflatten(-1, (count, -1))
         return self._collapsed(slots).children(state[:, None].float())[:, 0]
 
     def _collapsed(self, slots: torch.Tensor) -> CollapsedFrames:
-        return CollapsedFrames(self.drafter.frames(slots, self.weights), self.weights.vocab_ids, slots.shape[1])
-
-
-class SpecFormerFamily(TravellingFamily):
-    name = "specformer"
-    drafter = SpecFormerDrafter
-    least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
-    arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # further slots are quick to compute
-
-    def by_columns(self, config: SpecFormerConfig) -> bool:
-        return not config.ctc
-
-    def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> StatePredictions:
-        return (FramePredictions if drafter.config.ctc else StatePredictions)(drafter, weights)
-
-    def describe(self, drafter: SpecFormerDrafter) -> str:
-        config = drafter.config
-        reads = "with" if config.reads_tokens else "without"
-        return f"{config.num_draft_steps} {'frames' if config.ctc else 'slots'}, {reads} the last token"
+        return CollapsedFrames(self.model.frames(slots, self.weights), self.weights.vocab_ids, slots.shape[1])
 
 
 TRAINABLE[SpecFormerFamily.name] = SpecFormerFamily()
@@ -126,7 +124,7 @@ class CTCLoss:
                 return losses.sum() * share, self._statistics(frames.detach(), choices)
 
         columns = [slots, labels.rows[:, :count], valid.sum(dim=1)]
-        parameters = FramePredictions(drafter, self.weights).parameters
+        parameters = SpecFormerFamily().predictions(drafter, self.weights).parameters
         loss, statistics = sum_over_chunks(compare, columns, parameters, max(1, self.rows_per_chunk // steps))
         depth = torch.arange(count, device=device).expand(chains, -1)
         nothing = torch.zeros((), device=device)

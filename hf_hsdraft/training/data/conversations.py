@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .dataset import RowFolder
+from ..files import RowFolder
 
 Message = dict[str, Any]
 _TEMPLATE_FIELDS = ("tools", "documents")  # of a row, beside `messages`: arguments of the chat template
@@ -182,23 +182,33 @@ def read_rows(
     on_bad_line: OnBadLine | None = None,
     check: Callable[[Conversation], object] | None = None,
 ) -> Iterator[tuple[dict[str, Any], Conversation | Prompt]]:
-    """Yields each line's object with its conversation or prompt, see `read_jsonl`."""
-    with Path(path).open("rb") as file:
+    """Yields each line's object with its conversation or prompt, see `read_jsonl`.
+
+    Instead of a file, `path` may be a folder of rows, as `hsdraft train` makes in `data`, or the folder of a run.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(f"there is no file or folder {place}")
+    if place.is_dir():
+        inner = place / "data" if list((place / "data" / "data").glob("*.parquet")) else place
+        yield from ((row, Conversation.of_row(row)) for row in RowFolder(inner).rows() if row.get("messages"))
+        return
+    with place.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            place = f"{path}, line {number}"
+            here = f"{path}, line {number}"
             try:
                 row, found = _parse(line)
                 if isinstance(found, Conversation) and check is not None:
                     check(found)
             except ValueError as error:
-                message = f"{place}: {error}"
+                message = f"{here}: {error}"
                 if on_bad_line is None:
                     raise ValueError(message) from None
                 on_bad_line(message)
             else:
-                yield row, replace(found, place=place) if isinstance(found, Conversation) else found
+                yield row, replace(found, place=here) if isinstance(found, Conversation) else found
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any], Conversation | Prompt]:
@@ -283,41 +293,17 @@ def _user_turns(value: Any) -> list[str]:
 
 
 def read_chats(path: str | os.PathLike[str]) -> list[Conversation | Prompt]:
-    """Reads chats and prompts; their category is the line's, or else its `source`.
-
-    Args:
-        path: a JSONL file whose lines hold `messages` or `turns`; a folder of rows, as `hsdraft train` makes in `data`;
-            or the folder of a run.
+    """Reads chats and prompts, see `read_rows`; their category is the line's, or else its `source`.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
         ValueError: it holds no chats.
     """
-    labelled = ((str(row.get("category") or row.get("source") or ""), found) for row, found in _rows_of(Path(path)))
+    labelled = ((str(row.get("category") or row.get("source") or ""), found) for row, found in read_rows(path))
     chats = [replace(found, category=label) for label, found in labelled]
     if not chats:
         raise ValueError(f"{path} holds no chats: expected lines with `messages` or `turns`, or a folder of a run")
     return chats
-
-
-def read_answered(path: str | os.PathLike[str]) -> list[Conversation]:
-    """Reads the finished chats of what `read_chats` reads, with the same errors."""
-    chats = [found for _, found in _rows_of(Path(path)) if isinstance(found, Conversation)]
-    if not chats:
-        raise ValueError(f"{path} holds no answers: expected lines with `messages`, or a folder of a run")
-    return chats
-
-
-def _rows_of(place: Path) -> Iterator[tuple[dict[str, Any], Conversation | Prompt]]:
-    if not place.exists():
-        raise FileNotFoundError(f"there is no file or folder {place}")
-    if not place.is_dir():
-        yield from read_rows(place)
-        return
-    inner = place / "data" if list((place / "data" / "data").glob("*.parquet")) else place
-    for row in RowFolder(inner).rows():
-        if row.get("messages"):
-            yield row, Conversation.of_row(row)
 
 
 def with_padding(tokenizer: Any) -> Any:

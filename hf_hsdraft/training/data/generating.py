@@ -1,20 +1,89 @@
-"""Generation by the target for training: answers, texts, and user turns."""
+"""What the target writes for training: answers (DistillSpec, section 4), texts and user turns.
+
+The hidden states that it computes meanwhile can be recorded, so that nothing is read again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from ...core.draft_tree import DraftTree
 from ...core.refusals import DraftingRefused
+from ...drafters.base.draft_options import default_options
+from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
+from ...drafters.lookup.cacheback import CachebackConfig
 from ...runtime.prompt_inputs import end_tokens
-from .conversations import Message, with_padding
-from .recording import TapRecorder
+from ...runtime.target_loading import is_sharded
+from .conversations import Message, Prompt, with_padding
+from .plan import TEMPERATURES
 
+
+class TapRecorder(Drafter):
+    """An assistant that drafts nothing, and keeps the tapped hidden states of each row of the last call.
+
+    Rows that have ended leave the batch, and compiled layers serve it, as in any drafted call.
+
+    Args:
+        taps: indices into `hidden_states`, ascending.
+
+    """
+
+    num_draft_steps = 1
+
+    def __init__(self, taps: Sequence[int]) -> None:
+        self.taps, self.config = tuple(taps), CachebackConfig()
+        self.generation_config = self.default_generation_config()
+        self._session: _Recording | None = None
+
+    def default_generation_config(self) -> GenerationConfig:
+        return default_options(self.num_draft_steps, tree_size=1, beam_width=1)
+
+    def session(self, call: Call) -> Session:
+        self._session = _Recording(call.rows)
+        return self._session
+
+    def taken(self) -> list[torch.Tensor]:
+        """Returns what the last call read, and forgets it: of each row `[n, taps * D]`, padding left out.
+
+        The list is empty where nothing was recorded.
+        """
+        session, self._session = self._session, None
+        if session is None or not all(session.news):
+            return []
+        taken: list[torch.Tensor] = []
+        while session.news:  # each row's news is dropped once it is joined
+            taken.append(torch.cat([each.taps for each in session.news.pop()]))
+        return taken[::-1]
+
+
+class _Recording(Session):
+    free, listens = True, True  # it observes each round at once, whatever can be drafted
+    takes_ngrams = False
+
+    def __init__(self, rows: int) -> None:
+        self.news: list[list[Accepted]] = [[] for _ in range(rows)]
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        return [DraftTree.root(ask.root) for ask in asks]
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            self.news[each.row].append(each)
+
+
+def can_record(target: Any) -> bool:
+    """Whether recording saves time: on CPUs, where reading a text again takes as long as writing it."""
+    return bool(target.device.type == "cpu" and not hasattr(target, "hf_device_map") and not is_sharded(target))
+
+
+_TURN_TOKENS = 96  # of a user's further turn
 _SENTINEL = "\u2403hsdraft\u2403"  # stands for the text of a user; no template contains it
 
 
@@ -68,31 +137,6 @@ def decoding(temperature: float) -> dict[str, Any]:
     return {"do_sample": False, "logits_processor": LogitsProcessorList(drawn)}
 
 
-def continue_texts(
-    target: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    recorder: TapRecorder | None = None,
-    seconds: float | None = None,
-) -> list[str]:
-    """Returns a continuation of each text without its end token; `""` for one that does not end, in `seconds` if given.
-
-    With a `recorder` the target is read as in a drafted call, which is faster; nothing is recorded.
-    """
-    texts, recorder = [text.rstrip(" ") for text in texts], None if recorder is None else TapRecorder(())
-    with seeded(target, seed):
-        rows, _ = _written(target, tokenizer, texts, temperature, max_new_tokens, recorder, seconds)
-    ends = end_tokens(target) | {tokenizer.eos_token_id}
-    found = []
-    for row in rows.tolist():
-        end = next((index for index, token in enumerate(row) if token in ends), 0)
-        found.append(tokenizer.decode(row[:end], skip_special_tokens=True))
-    return found
-
-
 @dataclass(frozen=True)
 class Reply:
     """The target's next message in a chat.
@@ -108,59 +152,184 @@ class Reply:
     read: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def reply(
+class TargetWriter:
+    """Lets a target write messages and texts, one call of `generate()` for several at once.
+
+    Args:
+        recorder: keeps the hidden states of what is read for messages.
+        seconds: returns the time that a call may take, after which texts are cut; `None` for no limit.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        tokenizer: Any,
+        recorder: TapRecorder | None = None,
+        seconds: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.target, self.tokenizer, self._recorder, self._seconds = target, with_padding(tokenizer), recorder, seconds
+
+    def reply(self, histories: Sequence[list[Message]], temperature: float, max_new_tokens: int) -> list[Reply]:
+        """Returns the target's next message in each chat."""
+        texts = self.tokenizer.apply_chat_template(list(histories), add_generation_prompt=True, tokenize=False)
+        rows, read = self._written(texts, temperature, max_new_tokens, self._recorder)
+        counts = (rows != self.tokenizer.pad_token_id).sum(dim=1).tolist()
+        written = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return [Reply(text.strip(), *rest) for text, *rest in zip(written, counts, read, strict=True)]
+
+    def continued(self, texts: Sequence[str], temperature: float, max_new_tokens: int, seed: int) -> list[str]:
+        """Returns a continuation of each text without its end token; `""` for one that does not end.
+
+        With a recorder the target is read as in a drafted call, which is faster; nothing is recorded.
+        """
+        recorder = None if self._recorder is None else TapRecorder(())
+        with seeded(self.target, seed):
+            rows, _ = self._written([text.rstrip(" ") for text in texts], temperature, max_new_tokens, recorder)
+        ends = end_tokens(self.target) | {self.tokenizer.eos_token_id}
+        found = []
+        for row in rows.tolist():
+            end = next((index for index, token in enumerate(row) if token in ends), 0)
+            found.append(self.tokenizer.decode(row[:end], skip_special_tokens=True))
+        return found
+
+    @torch.inference_mode()
+    def _written(
+        self, texts: Sequence[str], temperature: float, max_new_tokens: int, recorder: TapRecorder | None
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Returns the tokens `[rows, n]` that the target adds to texts, and of each row what was read, see `Reply`.
+
+        Nothing is recorded where the target takes no drafted call.
+        """
+        form: dict[str, Any] = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
+        form |= {"add_special_tokens": False, "return_token_type_ids": False}
+        inputs = self.tokenizer(list(texts), **form).to(self.target.device)
+        call = {**inputs, **decoding(temperature), "max_new_tokens": max_new_tokens, "max_time": self._seconds()}
+        call["pad_token_id"] = self.tokenizer.pad_token_id
+        begins, states = (inputs["attention_mask"] == 0).sum(dim=1).tolist(), list[torch.Tensor]()
+        try:
+            output = self.target.generate(**call, **({} if recorder is None else {"assistant_model": recorder}))
+            states = recorder.taken() if recorder is not None and recorder.taps else []
+        except DraftingRefused:
+            output = self.target.generate(**call)
+        read: list[Any] = [None] * len(output)
+        for row, states_of_row in enumerate(states):
+            begin = begins[row]
+            read[row] = output[row, begin : begin + len(states_of_row)], states_of_row
+        return output[:, inputs["input_ids"].shape[1] :], read
+
+
+OnSkip = Callable[[Prompt, str], object]  # gets a prompt that is left out, and the reason
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A conversation that the target finished.
+
+    Attributes:
+        new_tokens: number of tokens of all answers.
+        read: see `Reply.read`, of the last answer.
+    """
+
+    prompt: Prompt
+    temperature: float
+    messages: list[Message]
+    new_tokens: int
+    read: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def temperature_of(prompt: Prompt, temperatures: Sequence[float], seed: int) -> float:
+    """Draws a prompt's temperature; it depends on the seed and the prompt's key alone."""
+    return random.Random(f"{seed} {prompt.key}").choice(list(temperatures))
+
+
+def prompts_that_fit(tokenizer: Any, prompts: Sequence[Prompt], most: int, on_skip: OnSkip) -> list[Prompt]:
+    """Returns the prompts whose first turn has at most `most` tokens, template included; `on_skip` gets the others."""
+    fitting = []
+    for prompt in prompts:
+        length = _length(tokenizer, prompt)
+        if length <= most:
+            fitting.append(prompt)
+        else:
+            on_skip(prompt, f"its first turn has {length} tokens, more than {most}")
+    return fitting
+
+
+def _length(tokenizer: Any, prompt: Prompt) -> int:
+    """Number of tokens of a prompt's first turn, template included."""
+    first = [{"role": "user", "content": prompt.turns[0]}]
+    return len(tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"])
+
+
+def answer_prompts(
     target: Any,
     tokenizer: Any,
-    histories: Sequence[list[Message]],
-    temperature: float,
-    max_new_tokens: int,
+    prompts: Sequence[Prompt],
+    *,
+    temperatures: Sequence[float] = TEMPERATURES,
+    max_new_tokens: int = 256,
+    batch_size: int = 64,
+    invented_turns: int = 0,
+    seed: int = 0,
+    shuffled: bool = False,
     recorder: TapRecorder | None = None,
-    seconds: float | None = None,
-) -> list[Reply]:
-    """Returns the target's next message in each chat; with a `recorder`, what was read for it too.
+    seconds: Callable[[], float | None] = lambda: None,
+) -> Iterator[list[Answered]]:
+    """Lets the target answer prompts in batches of one temperature and similar length, the longest prompts first.
 
-    After `seconds`, if given, messages are cut.
+    Args:
+        shuffled: whether the batches behind the first come in random order, for learning from them as they arrive.
+        temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
+        invented_turns: number of further user turns that the target makes up in each chat, and answers.
+        recorder: keeps the hidden states of what is read.
+        seconds: returns the time for the next turn of a batch, whose answers are cut then; `None` for no limit.
     """
-    texts = tokenizer.apply_chat_template(list(histories), add_generation_prompt=True, tokenize=False)
-    rows, read = _written(target, tokenizer, texts, temperature, max_new_tokens, recorder, seconds)
-    counts = (rows != with_padding(tokenizer).pad_token_id).sum(dim=1).tolist()
-    written = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    return [Reply(text.strip(), *rest) for text, *rest in zip(written, counts, read, strict=True)]
+    writer, guesser = TargetWriter(target, tokenizer, recorder, seconds), TargetWriter(target, tokenizer)
+    groups: dict[float, list[tuple[int, Prompt]]] = {}
+    for prompt in prompts:
+        length = _length(tokenizer, prompt)
+        groups.setdefault(temperature_of(prompt, temperatures, seed), []).append((length, prompt))
+    batches: list[tuple[float, list[Prompt]]] = []
+    for temperature, group in sorted(groups.items()):
+        group.sort(key=lambda pair: (-pair[0], pair[1].key))  # if a batch does not fit into memory, the first does not
+        parts = (group[start : start + batch_size] for start in range(0, len(group), batch_size))
+        batches += [(temperature, [prompt for _, prompt in part]) for part in parts]
+    if shuffled:
+        further = batches[1:]
+        random.Random(seed).shuffle(further)
+        batches[1:] = further
+
+    def answered(temperature: float, batch: Sequence[Prompt]) -> list[Answered]:
+        histories: list[list[Message]] = [[] for _ in batch]
+        tokens, turns = [0] * len(batch), [list(prompt.turns) for prompt in batch]
+        read: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(batch)
+        while active := [index for index, left in enumerate(turns) if left]:
+            for index in active:
+                histories[index].append({"role": "user", "content": turns[index].pop(0)})
+            chats = [histories[index] for index in active]
+            for index, each in zip(active, writer.reply(chats, temperature, max_new_tokens), strict=True):
+                histories[index].append({"role": "assistant", "content": each.text})
+                tokens[index] += each.new_tokens
+                read[index] = each.read
+            ended = [index for index in active if not turns[index]]
+            ended = [index for index in ended if len(histories[index]) < 2 * (len(batch[index].turns) + invented_turns)]
+            if ended:
+                headers = [user_header(tokenizer, histories[index]) for index in ended]
+                guessed = guesser.continued(headers, 0.9, _TURN_TOKENS, seed + len(histories))
+                for index, text in zip(ended, guessed, strict=True):
+                    turns[index] += [text.strip()] if text.strip() else []  # "" where the user's turn does not end
+        rows = zip(batch, histories, tokens, read, strict=True)
+        return [Answered(prompt, temperature, history, count, own) for prompt, history, count, own in rows]
+
+    return (answered(*batch) for batch in batches)
 
 
-@torch.inference_mode()
-def _written(
-    target: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    temperature: float,
-    max_new_tokens: int,
-    recorder: TapRecorder | None,
-    seconds: float | None,
-) -> tuple[torch.Tensor, list[Any]]:
-    """Returns the tokens `[rows, n]` that the target adds to texts, and of each row what was read, see `Reply`.
-
-    Nothing is recorded where the target takes no drafted call.
-    """
-    tokenizer = with_padding(tokenizer)
-    inputs = tokenizer(
-        list(texts),
-        return_tensors="pt",
-        add_special_tokens=False,
-        padding=True,
-        padding_side="left",
-        return_token_type_ids=False,
-    ).to(target.device)
-    call = {**inputs, **decoding(temperature), "max_new_tokens": max_new_tokens, "max_time": seconds}
-    call["pad_token_id"] = tokenizer.pad_token_id
-    begins, states = (inputs["attention_mask"] == 0).sum(dim=1).tolist(), list[torch.Tensor]()
-    try:
-        output = target.generate(**call, **({} if recorder is None else {"assistant_model": recorder}))
-        states = recorder.taken() if recorder is not None and recorder.taps else []
-    except DraftingRefused:
-        output = target.generate(**call)
-    read: list[Any] = [None] * len(output)
-    for row, states_of_row in enumerate(states):
-        begin = begins[row]
-        read[row] = output[row, begin : begin + len(states_of_row)], states_of_row
-    return output[:, inputs["input_ids"].shape[1] :], read
+def row_of(answered: Answered) -> dict[str, Any]:
+    """Returns the row that a store keeps."""
+    prompt = answered.prompt
+    return {
+        "key": prompt.key,
+        "category": prompt.category,
+        "temperature": answered.temperature,
+        "new_tokens": answered.new_tokens,
+        "messages": answered.messages,
+    }

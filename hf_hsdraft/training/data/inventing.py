@@ -1,25 +1,150 @@
-"""Prompts that the target itself invents, of the kinds that users write."""
+"""Prompts that the target itself invents, of the kinds that users write.
+
+Kinds are what prompts ask for (`kinds.json`), and about what (`kind_words.json`). A template is a prompt with `{words}`
+in braces, drawn from `WORDS`; within a prompt, the same word is the same draw. A word may hold slots itself. A template
+that ends with … is an opening, which the target continues as the user. `{document}` stands for texts that the target
+writes first.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Any
 
+from ..files import RowFolder
 from .conversations import Message, Prompt
-from .dataset import RowFolder
-from .generating import Reply, continue_texts, reply, seeded, user_header
-from .kinds import Kind, Sketch, quotas, sketch
-from .recording import TapRecorder
+from .generating import Reply, TapRecorder, TargetWriter, seeded, user_header
+
+GOES_ON = "\u2026"
+_SLOT = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of prompts.
+
+    Attributes:
+        name: stored with each chat of the kind.
+        templates: prompts and openings, drawn evenly.
+        documents: requests by which the target writes `{document}`, drawn evenly; empty for no document.
+        document_tokens: greatest number of tokens of a document.
+        parts: number of documents put one after the other, each from another request.
+        follow_ups: later user messages; empty for a single turn.
+        turns: greatest number of follow-ups of a chat, drawn evenly from 1 on.
+        continued: greatest number of tokens that the target adds to an opening.
+        temperature: temperature of continuations.
+        document_temperature: temperature of documents. Small targets lose the thread at higher ones.
+        share: share of the prompts, relative to the other kinds'.
+    """
+
+    name: str
+    templates: tuple[str, ...]
+    documents: tuple[str, ...] = ()
+    document_tokens: int = 256
+    parts: int = 1
+    follow_ups: tuple[str, ...] = ()
+    turns: int = 2
+    continued: int = 96
+    temperature: float = 0.9
+    document_temperature: float = 0.7
+    share: float = 1.0
+
+
+def _table(name: str) -> Any:
+    return json.loads(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def _kind(row: dict[str, Any]) -> Kind:
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return Kind(**fields)
+
+
+WORDS: dict[str, list[str]] = _table("kind_words.json")
+KINDS: tuple[Kind, ...] = tuple(map(_kind, _table("kinds.json")))
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A prompt before the target has written its part.
+
+    Attributes:
+        text: the first turn, with `{document}` still in it.
+        asks: requests to the target, one for each part of the document.
+        goes_on: whether the target continues the text.
+    """
+
+    text: str
+    asks: tuple[str, ...]
+    goes_on: bool
+    follow_ups: tuple[str, ...]
+
+
+def sketch(kind: Kind, rng: random.Random) -> Sketch:
+    """Draws template, words and follow-ups of a prompt."""
+    drawn: dict[str, str] = {}
+
+    def filled(text: str) -> str:
+        def word(match: re.Match[str]) -> str:
+            name = match[1]
+            if name not in WORDS:
+                return match[0]
+            if name not in drawn:
+                drawn[name] = filled(rng.choice(WORDS[name]))
+            return drawn[name]
+
+        return _SLOT.sub(word, text)
+
+    template = rng.choice(kind.templates)
+    asks = rng.sample(kind.documents, min(kind.parts, len(kind.documents)))
+    later = rng.sample(kind.follow_ups, min(rng.randint(1, kind.turns), len(kind.follow_ups)))
+    return Sketch(
+        filled(template.removesuffix(GOES_ON)),
+        tuple(filled(ask) for ask in asks),
+        template.endswith(GOES_ON),
+        tuple(filled(turn) for turn in later),
+    )
+
+
+def kind_of_openings(openings: Sequence[str]) -> Kind:
+    """Returns a kind whose prompts are continuations of `openings`."""
+    return Kind("invented", tuple(opening + GOES_ON for opening in openings))
+
+
+def chosen_kinds(shares: Mapping[str, float]) -> list[Kind]:
+    """Returns kinds with their shares, by name; all kinds evenly without shares.
+
+    An unknown name, or a share that is not above 0, is a ValueError.
+    """
+    known = {kind.name: kind for kind in KINDS}
+    for name, share in shares.items():
+        if name not in known:
+            raise ValueError(f"kinds={name!r} is unknown: expected one of {', '.join(known)}")
+        if not share > 0:
+            raise ValueError(f"the share {share:g} of kind {name!r} is invalid: expected above 0")
+    return [replace(known[name], share=share) for name, share in shares.items()] or list(KINDS)
+
+
+def quotas(kinds: Sequence[Kind], count: int) -> dict[str, int]:
+    """Returns how many of `count` prompts are of each kind, by the largest remainders."""
+    whole = sum(kind.share for kind in kinds)
+    exact = {kind.name: count * kind.share / whole for kind in kinds}
+    result = {name: int(value) for name, value in exact.items()}
+    rest = sorted(exact, key=lambda name: result[name] - exact[name])
+    for name in rest[: count - sum(result.values())]:
+        result[name] += 1
+    return result
+
 
 OnDocument = Callable[[Kind, str, Reply], object]
 _SHORTEST_PROMPT, _SHORTEST_DOCUMENT = 12, 40  # characters
-_TURN_TOKENS = 96  # of a user's further turn
 _PATIENCE = 10  # number of batches without a new prompt after which a kind is given up
 _SENTENCES = re.compile(r".*[.!?\u3002\uff01\uff1f\n]", re.DOTALL)
 
@@ -67,7 +192,8 @@ def invent_prompts(
         limit = batch_size if most is None else limit
         missing = min(missing, limit, count - len(known))
         size = min(limit, missing + 2 + missing // 4)  # some will not end, or be there already
-        writer = _Writer(target, tokenizer, header, kind, max_prompt_tokens, named, recorder, on_document, most)
+        writes = TargetWriter(target, tokenizer, recorder, lambda most=most: most)  # type: ignore[misc]
+        writer = _Writer(writes, header, kind, max_prompt_tokens, named, on_document)
         fresh = {prompt.key: prompt for prompt in writer.prompts(size) if prompt.key not in known}
         added = list(fresh.values())[:missing]
         entry = {"kind": kind.name, "batch": batch}
@@ -107,25 +233,16 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
     return Prompt.of(row["turns"], row.get("kind", "invented"))
 
 
-def invent_turns(target: Any, tokenizer: Any, histories: Sequence[Sequence[Message]], seed: int) -> list[str]:
-    """Lets the target guess the user's next turn in each chat; `""` where the text does not end."""
-    headers = [user_header(tokenizer, history) for history in histories]
-    return [text.strip() for text in continue_texts(target, tokenizer, headers, 0.9, _TURN_TOKENS, seed)]
-
-
 @dataclass(frozen=True)
 class _Writer:
     """Writes a batch of prompts of one kind."""
 
-    target: Any
-    tokenizer: Any
+    writer: TargetWriter
     header: str
     kind: Kind
     max_prompt_tokens: int
     seed: str
-    recorder: TapRecorder | None
     on_document: OnDocument
-    seconds: float | None = None
 
     def prompts(self, size: int) -> list[Prompt]:
         """Returns `size` prompts, or fewer where a document or a continuation is unusable."""
@@ -134,12 +251,14 @@ class _Writer:
         documents = self._documents(sketches)
         room = self.max_prompt_tokens - (kind.continued if any(each.goes_on for each in sketches) else 0)
         texts = [
-            _with_document(self.tokenizer, each.text, parts, room)
+            _with_document(self.writer.tokenizer, each.text, parts, room)
             for each, parts in zip(sketches, documents, strict=True)
         ]
         going = [index for index, text in enumerate(texts) if text is not None and sketches[index].goes_on]
         openings = [str(texts[index]) for index in going]
-        for index, opening, more in zip(going, openings, self._continued(openings), strict=True):
+        headers, drawn = [self.header + opening for opening in openings], (kind.temperature, kind.continued)
+        continued = self.writer.continued(headers, *drawn, _number(self.seed)) if headers else []
+        for index, opening, more in zip(going, openings, continued, strict=True):
             whole = _joined(opening, more)
             texts[index] = whole if more.strip() and len(whole.strip()) >= _SHORTEST_PROMPT else None
         return [
@@ -148,13 +267,6 @@ class _Writer:
             if text is not None
         ]
 
-    def _continued(self, openings: Sequence[str]) -> list[str]:
-        if not openings:
-            return []
-        headers, kind = [self.header + opening for opening in openings], self.kind
-        drawn: tuple[Any, ...] = (kind.temperature, kind.continued, _number(self.seed), self.recorder, self.seconds)
-        return continue_texts(self.target, self.tokenizer, headers, *drawn)
-
     def _documents(self, sketches: Sequence[Sketch]) -> list[list[str]]:
         """Returns the documents of each prompt, in whole sentences."""
         kind, found = self.kind, [list[str]() for _ in sketches]
@@ -162,9 +274,8 @@ class _Writer:
         for part in range(max((len(each.asks) for each in sketches), default=0)):
             asks = [each.asks[part] for each in sketches]
             histories: list[list[Message]] = [[{"role": "user", "content": ask}] for ask in asks]
-            with seeded(self.target, _number(f"{self.seed} document {part}")):
-                drawn: tuple[Any, ...] = (kind.document_temperature, tokens, self.recorder, self.seconds)
-                written = reply(self.target, self.tokenizer, histories, *drawn)
+            with seeded(self.writer.target, _number(f"{self.seed} document {part}")):
+                written = self.writer.reply(histories, kind.document_temperature, tokens)
             for parts, ask, each in zip(found, asks, written, strict=True):
                 self.on_document(kind, ask, each)
                 whole = each.text if each.new_tokens < tokens else _whole_sentences(each.text)

@@ -7,13 +7,13 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
 from itertools import islice
 from threading import Event, Semaphore, Thread
 from typing import Any
 
-from .answers import TEMPERATURES, Answered, OnSkip, temperature_of
 from .conversations import Message, Prompt
+from .generating import Answered, OnSkip, temperature_of
+from .plan import TEMPERATURES
 
 # Ways to ask for samples of the whole distribution; the first that the server accepts is used. Without them, servers
 # apply the model's own top-k. `transformers serve` refuses `top_k`, and would be greedy at any temperature.
@@ -72,7 +72,7 @@ def answer_by_server(
     """
     if concurrency < 1 or not temperatures or min(temperatures) < 0:
         raise ValueError(f"expected concurrency >= 1 and temperatures >= 0, found {concurrency=}, {temperatures=}")
-    server = _connected(url, model, temperatures, max_new_tokens, max_retries)
+    server = _Server(url, model, temperatures, max_new_tokens, max_retries)
     once = {prompt.key: prompt for prompt in prompts}.values()
     drawn = (
         (each, temperature_of(each, temperatures, seed), random.Random(f"{seed} {each.key}").getrandbits(31))
@@ -87,32 +87,9 @@ def check_server(url: str, model: str | None, temperatures: Sequence[float], exp
     A ValueError is raised unless it gives one of the answers `expected`, the target's greedy ones to `PROBES`, of at
     most `PROBE_TOKENS` tokens each.
     """
-    server = _connected(url, model, temperatures)
+    server = _Server(url, model, temperatures, PROBE_TOKENS)
     server.check_answers(expected)
     server.client.close()
-
-
-def _connected(
-    url: str,
-    model: str | None,
-    temperatures: Sequence[float],
-    max_new_tokens: int = 1,
-    max_retries: int = 5,
-) -> _Server:
-    """Returns a server that answers. See `answer_by_server` for the arguments and the errors."""
-    try:
-        from openai import OpenAI
-    except ImportError as error:
-        raise ImportError("answers by a server need its client: pip install -e '.[train]' in a checkout") from error
-    base_url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/v1"
-    key = (os.environ.get("HSDRAFT_API_KEY") or "EMPTY").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError("the API key cannot be sent; expected printable ASCII: correct HSDRAFT_API_KEY")
-    client = OpenAI(base_url=base_url, api_key=key, max_retries=max_retries, timeout=_SECONDS)
-    server = _Server(client, base_url, model, max_new_tokens, _DIALECTS[0])
-    if model is None:
-        server = replace(server, model=server.only_model())
-    return replace(server, dialect=server.find_dialect(sorted(set(temperatures))))
 
 
 def _as_they_finish(
@@ -163,15 +140,27 @@ class _Refused(ValueError):
     """The server refuses this request, and would refuse a retry."""
 
 
-@dataclass(frozen=True)
 class _Server:
-    client: Any
-    base_url: str
-    model: str | None
-    max_tokens: int
-    dialect: Mapping[str, Any]
+    """A server that answers. See `answer_by_server` for the arguments and the errors."""
 
-    def only_model(self) -> str:
+    def __init__(
+        self, url: str, model: str | None, temperatures: Sequence[float], max_tokens: int, max_retries: int = 5
+    ) -> None:
+        try:
+            from openai import OpenAI
+        except ImportError as error:
+            raise ImportError("answers by a server need its client: pip install -e '.[train]' in a checkout") from error
+        self._url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/v1"
+        key = (os.environ.get("HSDRAFT_API_KEY") or "EMPTY").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("the API key cannot be sent; expected printable ASCII: correct HSDRAFT_API_KEY")
+        self.client = OpenAI(base_url=self._url, api_key=key, max_retries=max_retries, timeout=_SECONDS)
+        self._model, self._max_tokens = model, 1
+        self._model = model or self._only_model()
+        self._dialect = self._accepted_dialect(sorted(set(temperatures)))
+        self._max_tokens = max_tokens
+
+    def _only_model(self) -> str:
         """Returns the name of the only model listed; otherwise raises a ValueError with the choices."""
         try:
             names = [entry.id for entry in self._call(self.client.models.list).data]
@@ -179,30 +168,28 @@ class _Server:
             names = []
         if len(names) != 1:
             found = ", ".join(names[:20]) or "none"
-            raise ValueError(f"{self.base_url} lists these models: {found}; expected one: pass the target's as `model`")
+            raise ValueError(f"{self._url} lists these models: {found}; expected one: pass the target's as `model`")
         return names[0]
 
-    def find_dialect(self, temperatures: Sequence[float]) -> Mapping[str, Any]:
+    def _accepted_dialect(self, temperatures: Sequence[float]) -> Mapping[str, Any]:
         """Returns the first dialect that the server accepts at all temperatures; a ValueError if there is none."""
-        for dialect in _DIALECTS:
-            brief = replace(self, dialect=dialect, max_tokens=1)
+        for self._dialect in _DIALECTS:
             try:
                 for temperature in temperatures:
-                    brief.reply([{"role": "user", "content": "Hello"}], temperature, seed=0)
-                return dialect
+                    self.reply([{"role": "user", "content": "Hello"}], temperature, seed=0)
+                return self._dialect
             except _Refused as refused:
                 reason = str(refused)
-        raise ValueError(f"{self.base_url} refuses to answer `Hello` as {self.model!r} ({reason}): correct `model`")
+        raise ValueError(f"{self._url} refuses to answer `Hello` as {self._model!r} ({reason}): correct `model`")
 
     def check_answers(self, expected: Sequence[str]) -> None:
         """Raises a ValueError unless the server gives one of the expected answers to `PROBES`."""
-        brief = replace(self, max_tokens=PROBE_TOKENS)
         for prompt, text in zip(PROBES, expected, strict=True):
-            found, _ = brief.reply([{"role": "user", "content": prompt}], temperature=0.0, seed=0)
+            found, _ = self.reply([{"role": "user", "content": prompt}], temperature=0.0, seed=0)
             if found == text:
                 return
         raise ValueError(
-            f"{self.base_url} does not answer as the target does: to {prompt!r} {self.model!r} says {found!r}, and the "
+            f"{self._url} does not answer as the target does: to {prompt!r} {self._model!r} says {found!r}, and the "
             f"target {text!r}. Serve the target itself there, with the same chat template and dtype, or name it by "
             "`--server-model`"
         )
@@ -227,9 +214,9 @@ class _Server:
 
         A refusal of this request is a `_Refused`, of every request a ValueError; a failing server is a ConnectionError.
         """
-        sampling = {"seed": seed, "extra_body": self.dialect} if temperature > 0 else {}
-        fields = {"temperature": temperature, "top_p": 1.0, "max_tokens": self.max_tokens, **sampling}
-        response = self._call(self.client.chat.completions.create, model=self.model, messages=messages, **fields)
+        sampling = {"seed": seed, "extra_body": self._dialect} if temperature > 0 else {}
+        fields = {"temperature": temperature, "top_p": 1.0, "max_tokens": self._max_tokens, **sampling}
+        response = self._call(self.client.chat.completions.create, model=self._model, messages=messages, **fields)
         if not getattr(response, "choices", None):
             raise _Refused("the response has no choices")
         tokens = response.usage.completion_tokens if response.usage else 0
@@ -244,7 +231,7 @@ class _Server:
             raise self._explained(error) from None  # the error of the server may contain the key
 
     def _explained(self, error: Any) -> Exception:
-        url, status, body = self.base_url, getattr(error, "status_code", None), getattr(error, "body", None)
+        url, status, body = self._url, getattr(error, "status_code", None), getattr(error, "body", None)
         if isinstance(body, dict):
             body = body.get("message") or body.get("detail") or body
         said = " ".join(str(body or error.__cause__ or error).split()).replace(self.client.api_key, "***")[:300]
@@ -253,7 +240,7 @@ class _Server:
         if status in (401, 403):
             return ValueError(f"{url} refuses the API key ({status}): set HSDRAFT_API_KEY to the server's")
         if status == 404:
-            return ValueError(f"{url} has no model {self.model!r} ({said}): pass a name that {url}/models lists")
+            return ValueError(f"{url} has no model {self._model!r} ({said}): pass a name that {url}/models lists")
         if status is None:
             expected = "expected an OpenAI-compatible server: start one, as `hsdraft serve --engine vllm --plain` or "
             expected += "`vllm serve MODEL` does, or correct the url"

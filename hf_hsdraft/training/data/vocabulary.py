@@ -16,7 +16,6 @@ from .conversations import TokenizedConversation
 # Relative gain in tokens per round for a relative gain in coverage. If each depth is right with probability a, a round
 # emits 1 / (1 - a) tokens in the long run, and this is a / (1 - a): 1.5 for a = 0.6.
 _GAIN = 1.5
-RANK_POWER = 1.2  # of answers that are not known: the token of rank r occurs in proportion to 1 / r ** 1.2
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,10 @@ def paying_size(conversations: Sequence[TokenizedConversation], vocab_size: int,
     covered = torch.zeros(vocab_size, dtype=torch.float64)
     for ranking, counts in zip(halves, reversed(halves), strict=True):
         covered += counts[ranking.argsort(descending=True, stable=True)].cumsum(0)
-    return _best_size(covered, column_cost)
+    return best_size(covered, column_cost)
 
 
-def typical_size(vocab_size: int, column_cost: float) -> int:
-    """As `paying_size`, for answers that are not known, see `RANK_POWER`."""
-    return _best_size((torch.arange(1, vocab_size + 1, dtype=torch.float64) ** -RANK_POWER).cumsum(0), column_cost)
-
-
-def _best_size(covered: torch.Tensor, column_cost: float) -> int:
+def best_size(covered: torch.Tensor, column_cost: float) -> int:
     """`covered` are the tokens `[V]` that the first 1, 2, ... tokens of the vocabulary cover."""
     coverage = covered / covered[-1].clamp(min=1e-9)
     return int((_GAIN * coverage.log() - column_cost * torch.arange(1, len(coverage) + 1)).argmax()) + 1

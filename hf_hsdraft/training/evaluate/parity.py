@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from ...core.draft_tree import DraftTree, Expansion
+from ...core.draft_tree import Expansion
 from ...cpu.products import in_full_precision
-from ...drafters.base.draft_options import NOT_REFINED, DraftOptions
+from ...drafters.base.draft_options import NOT_REFINED
 from ...drafters.base.protocol import WrappedDrafter
 from ...engine.loop import Observer, Round
-from ...verify.verdict import Nodes, Verdict, Verifier
 from ..data.conversations import TokenizedConversation
 from ..data.features import read_features
 from ..families.trainable import family_of
@@ -148,17 +147,20 @@ def _compare_text(
     That is the total variations of drafter and target, and whether the first choice is right in training and in
     decoding.
     """
-    observed = _ObservedDrafter(drafter, prompt.shape[1])
-    drafts, verified = observed.drafts, observed.verified
+    observed, length = _ObservedDrafter(drafter, prompt.shape[1]), prompt.shape[1]
     with in_full_precision():  # as training computes
-        text = target.generate(
+        output = target.generate(
             prompt.to(target.device),
             attention_mask=torch.ones_like(prompt).to(target.device),
             assistant_model=observed,
             do_sample=False,
             **limits,
             streamer=observed.recorder,
-        )[0]
+            output_logits=True,
+            return_dict_in_generate=True,
+            synced_gpus=False,  # all processes of a sharded target decode the same texts, so none has to wait
+        )
+    text, drafts = output.sequences[0], observed.drafts
     starts = sorted(start for start in drafts if start + 2 < len(text))
     if not starts:
         return
@@ -175,13 +177,14 @@ def _compare_text(
         teacher = (labels.teacher[labels.rows[:, depth]].to(head.dtype) @ head[ids.to(head.device)].T).float()
         for row, start in enumerate(starts):
             goal = start + 2 + depth
-            if goal >= len(text) or depth >= drafts[start].depth or goal - 1 not in verified:
+            if goal >= len(text) or depth >= drafts[start].depth:
                 continue
             decoded = _replayed(drafts[start], text[start + 1 : goal].tolist(), drafter.device)
             said = trained[row].log_softmax(-1)
             if bool(decoded.isnan().all()) and bool(said.isnan().all()):
                 continue  # frames without room for a further token
-            seen = verified[goal - 1][ids.to(verified[goal - 1].device)].float()
+            seen = output.logits[goal - length][0]  # the target's, as it decoded
+            seen = seen[ids.to(seen.device)].float()
             truth = int(text[goal])
             yield (
                 depth,
@@ -242,33 +245,12 @@ class ExpansionRecorder(Observer):
 
 
 class _ObservedDrafter(WrappedDrafter):
-    """A drafter for one call that records every draft and the target's logits `[V]`, both by position."""
+    """A drafter for one call, whose `recorder` is passed as the streamer; its drafts depend on no earlier rounds."""
 
     def __init__(self, drafter: Any, length: int) -> None:
         super().__init__(drafter)
-        for name, value in {"reuse": "none", **NOT_REFINED}.items():  # depends on nothing of earlier rounds
+        for name, value in {"reuse": "none", **NOT_REFINED}.items():
             if hasattr(self.generation_config, name):
                 setattr(self.generation_config, name, value)
         self.recorder = ExpansionRecorder(length)
         self.drafts = self.recorder.drafts
-        self.verified: dict[int, torch.Tensor] = {}
-        self._length = length
-
-    def verifier(self, options: DraftOptions) -> Verifier:
-        return _NotingVerifier(super().verifier(options), self.verified, self._length - 1)
-
-
-class _NotingVerifier(Verifier):
-    """Judges by `rule`, and records the target's logits at the root and at each accepted node by position."""
-
-    def __init__(self, rule: Verifier, verified: dict[int, torch.Tensor], position: int) -> None:
-        self.exact, self.taps = rule.exact, rule.taps
-        self.own_draws, self.drawn_nodes = rule.own_draws, rule.drawn_nodes
-        self._rule, self._verified, self._position = rule, verified, position
-
-    def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
-        verdict = self._rule.judge(tree, nodes)
-        for node in (0, *verdict.path):
-            self._verified[self._position] = nodes.logits[node]
-            self._position += 1
-        return verdict

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ...core.checks import public_name
@@ -13,7 +15,6 @@ from ...core.methods import Registry
 from ...drafters.base.target_weights import TargetWeights
 from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
-from ..loss.predictions import Predictions
 
 Choose = Callable[[], list[int]]
 OPTIONS = ("tree_size", "beam_width")  # drafting options, on which no weights depend
@@ -28,9 +29,22 @@ def name_of(target: Any, name: str | None = None) -> str:
 
 
 def width_of(config: Any) -> int:
-    """Width of what a drafter's `Predictions.final` returns."""
+    """Width of what `TrainableFamily.final` returns."""
     width: int = getattr(config, "sizes", config).hidden_size
     return width
+
+
+def some_columns(module: nn.Module, inputs: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """Returns what a linear module gives, `[..., V']`, or some columns of it. What wraps it computes all of them."""
+    if columns is None or type(module) is not nn.Linear:
+        return module(inputs) if columns is None else module(inputs)[..., columns]
+    return F.linear(inputs, module.weight[columns], None if module.bias is None else module.bias[columns])
+
+
+def trained(*modules: nn.Module | None) -> list[nn.Parameter]:
+    """Returns the trained parameters of modules; `None` stands for a missing module."""
+    known = [module for module in modules if module is not None]
+    return [parameter for module in known for parameter in module.parameters() if parameter.requires_grad]
 
 
 class TrainableFamily:
@@ -45,10 +59,15 @@ class TrainableFamily:
     - `layers`, the modules of its layers, unless the family's `layers` finds them elsewhere;
     - `config`, `device`, `dtype`, `from_pretrained` and `save_pretrained`, as models of transformers have them.
 
+    In shapes S are chains, K draft steps, D the size of a drafted state, V' the draft vocabulary, N predictions. Depth
+    d of the chain at position i predicts x_{i+2+d}. Its parent, the last token that it may know, is x_{i+1+d}.
+
     Attributes:
         name: name of the family, as `hsdraft train --family` takes it.
         drafter: class of its drafters.
-        predictions: makes the predictions of a drafter with given `TargetWeights`.
+        reads_tokens: whether drafted states depend on the path's tokens. If they do, each further token of a path takes
+            another forward.
+        model, weights: a drafter and what it borrows of its target, once `predictions` has bound them.
         least: fields of the smallest drafter, with which a target is tried.
         arguments: training arguments whose defaults differ for this family.
         takes_adapters: whether its drafters load adapters (LoRA).
@@ -58,7 +77,9 @@ class TrainableFamily:
 
     name: str
     drafter: Any
-    predictions: Callable[[Any, TargetWeights], Predictions]
+    model: Any
+    weights: TargetWeights
+    reads_tokens = False
     least: Mapping[str, Any]
     arguments: Mapping[str, Any] = {}
     takes_adapters = False
@@ -167,7 +188,7 @@ class TrainableFamily:
         """Raises a ValueError for the configuration of a drafter that can draft, but not be trained."""
 
     def by_columns(self, config: Any) -> bool:
-        """Whether `Predictions.logits` can compute some columns alone, as the loss on candidates wants."""
+        """Whether `logits` can compute some columns alone, as the loss on candidates wants."""
         return False
 
     def taps(self, drafter: Any, target: Any) -> Sequence[int]:
@@ -196,3 +217,46 @@ class TrainableFamily:
     def describe(self, drafter: Any) -> str:
         """Describes what is special about a drafter of this family, for its recipe."""
         raise NotImplementedError
+
+    def predictions(self, drafter: Any, weights: TargetWeights) -> Self:
+        """Returns what a drafter of this family predicts with the weights that it borrows: the methods below."""
+        bound = copy.copy(self)
+        bound.model, bound.weights = drafter, weights
+        return bound
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters that `states`, `logits` and `final` depend on."""
+        return trained(self.model.norm, self.model.lm_head)
+
+    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
+        """Returns further inputs of the drafter's forward, by the parents of the first k depths, `[S, k]`, int64."""
+        return {}
+
+    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Returns for each depth a state of the paths `[rows, ...]`; `None` where logits do not depend on them.
+
+        `tokens` `[S, k]` are the parents of the first k depths, `hidden_states` their drafted states `[rows, D]`, whose
+        rows are the first chains.
+        """
+        return [None] * len(hidden_states)
+
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns logits `[N, V']` of drafted states `[N, D]`, with `states` `[N, ...]` of their paths if there are.
+
+        `columns` `[C]`, int64, are those of the draft vocabulary to compute, `[N, C]`; `None` for all. Only families
+        that can compute some (`by_columns`) are asked for them.
+        """
+        if columns is None:
+            return self.model.logits(hidden, self.weights)
+        normed = self.model.norm(hidden)
+        if self.model.lm_head is not None:
+            return some_columns(self.model.lm_head, normed, columns)
+        assert self.weights.head is not None
+        return F.linear(normed, self.weights.head[columns])
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what is compared with the target's final hidden states: `[N, width]`, of drafted states `[N, D]`."""
+        return self.model.norm(hidden)

@@ -19,8 +19,7 @@ from ...drafters.hidden_state.target_match import can_measure, measure_match
 from ...hub.model_card import trunk_in_words
 from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import furthest_position
-from ..loss.predictions import StatePredictions, head_logits, some_columns, trained
-from .family import Choose, TrainableFamily, name_of
+from .family import Choose, TrainableFamily, name_of, some_columns, trained
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
 _TOKENS, _FEWEST = 96, 24  # that the target writes; fewer than these say too little
@@ -75,42 +74,14 @@ def record_name(drafter: Any, target: Any, tokenizer: Any, name: str | None = No
         setattr(config, token, getattr(target.config.get_text_config(), token, None))
 
 
-class InjectedPredictions(StatePredictions):
-    """Predictions of states that are drafted without tokens; an injector adds the tokens of a path.
+class HiddenStateFamily(TravellingFamily):
+    """Drafters that roll hidden states forward without tokens; an injector adds the tokens of a path.
 
     The first depth needs none: its states have read the parent.
     """
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return trained(self.drafter.norm, self.drafter.injector, self.drafter.lm_head)
-
-    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        embeds, advance = self.weights.embed(tokens), self.drafter.injector.advance
-        states = advance(embeds[:, 0], None)
-        result: list[torch.Tensor | None] = [None]
-        for depth, hidden in enumerate(hidden_states[1:], 1):
-            rows = hidden.shape[0]
-            states = advance(embeds[:rows, depth], states[:rows])
-            result.append(states)
-        return result
-
-    def logits(
-        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        logits, injector = head_logits(self.drafter, hidden, self.weights, columns), self.drafter.injector
-        if states is None:
-            return logits
-        bias = some_columns(injector.up, injector.code(injector.project(hidden), states), columns)
-        return biased(logits, bias, injector.reach(logits))
-
-
-class HiddenStateFamily(TravellingFamily):
-    """Drafters that roll hidden states forward without tokens."""
-
     name = "hidden-state"
     drafter = HSDrafter
-    predictions = InjectedPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
     arguments = {"rolled_fraction": 0.2}  # noqa: RUF012  # most of a step would be rolled chains otherwise
     takes_adapters = True
@@ -137,6 +108,29 @@ class HiddenStateFamily(TravellingFamily):
     def describe(self, drafter: HSDrafter) -> str:
         config = drafter.config
         return f"{trunk_in_words(config.to_dict())}, {config.injector} injector"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.model.norm, self.model.injector, self.model.lm_head)
+
+    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        embeds, advance = self.weights.embed(tokens), self.model.injector.advance
+        states = advance(embeds[:, 0], None)
+        result: list[torch.Tensor | None] = [None]
+        for depth, hidden in enumerate(hidden_states[1:], 1):
+            rows = hidden.shape[0]
+            states = advance(embeds[:rows, depth], states[:rows])
+            result.append(states)
+        return result
+
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits, injector = super().logits(hidden, states, columns), self.model.injector
+        if states is None:
+            return logits
+        bias = some_columns(injector.up, injector.code(injector.project(hidden), states), columns)
+        return biased(logits, bias, injector.reach(logits))
 
 
 def record_target(

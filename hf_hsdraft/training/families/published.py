@@ -7,8 +7,8 @@ section 3.2), or all depths at once (P-EAGLE).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +18,11 @@ from transformers.utils import logging
 from ...core.checks import public_name
 from ...drafters.base.decoder_layer import LayerSizes
 from ...drafters.base.draft_options import leave_folder
-from ...drafters.base.target_weights import TargetWeights
 from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter
 from ...drafters.eagle.configuration import EagleConfig
 from ...drafters.eagle.drafter import EagleDrafter, check_can_be_written
-from ..loss.predictions import Predictions, StatePredictions, trained
-from .family import OPTIONS, Choose, TrainableFamily, name_of
+from .family import OPTIONS, Choose, TrainableFamily, name_of, trained
 
 logger = logging.get_logger(__name__)
 
@@ -99,50 +97,16 @@ def _found(config: Any, name: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
-class BlockPredictions(Predictions):
-    """Predictions of slots that are drafted together, and leave the network normed.
+class BlockFamily(PublishedFamily):
+    """Drafters of whole blocks in one forward, whose states leave the network normed.
 
     A head may give each slot the token before it. The parent of the first depth is the anchor's token, which the head
     gets too.
     """
 
-    drafter: BlockDrafter
-    weights: TargetWeights
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return trained(self.drafter.token_head, self.drafter.lm_head)
-
-    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
-        mask = torch.tensor(self.drafter.config.mask_token_id, device=tokens.device)
-        return {"mask_embeds": self.weights.embed(mask)}
-
-    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        head = self.drafter.token_head
-        if head is None:
-            return [None] * len(hidden_states)
-        result: list[torch.Tensor | None] = [state := head.advance(tokens[:, 0], None)]
-        for depth, hidden in enumerate(hidden_states[1:], 1):
-            rows = hidden.shape[0]
-            state = head.advance(tokens[:rows, depth], state[:rows], hidden_states[depth - 1][:rows])
-            result.append(state)
-        return result
-
-    def logits(
-        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        logits, head = self.drafter.logits(hidden, self.weights), self.drafter.token_head
-        return logits if head is None or states is None else head.keep_candidates(logits) + head(hidden, states)
-
-
-class BlockFamily(PublishedFamily):
-    """Drafters of whole blocks in one forward."""
-
     name = "block"
     drafter = BlockDrafter
     config = BlockConfig
-    predictions = BlockPredictions
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "markov_rank": 1}  # noqa: RUF012
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # a block is computed whole in any case
 
@@ -207,29 +171,41 @@ class BlockFamily(PublishedFamily):
         head = f"{config.markov_head_type} head of rank {config.markov_rank}" if config.markov_rank else "no token head"
         return f"{config.num_hidden_layers} layers, {head}"
 
-
-class EaglePredictions(StatePredictions):
-    """Predictions of states that have read the tokens of their path."""
-
     @property
-    def reads_tokens(self) -> bool:  # type: ignore[override]
-        return self.drafter.config.mask_token_id is None
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.model.token_head, self.model.lm_head)
 
     def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
-        if self.reads_tokens:
-            return {"path_embeds": self.weights.embed(tokens), "num_draft_steps": tokens.shape[1]}
-        mask = torch.tensor(self.drafter.config.mask_token_id, device=tokens.device)
-        shape = len(tokens), self.drafter.num_draft_steps, -1
-        return {"path_embeds": self.weights.embed(mask).expand(shape)}
+        mask = torch.tensor(self.model.config.mask_token_id, device=tokens.device)
+        return {"mask_embeds": self.weights.embed(mask)}
+
+    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        head = self.model.token_head
+        if head is None:
+            return [None] * len(hidden_states)
+        result: list[torch.Tensor | None] = [state := head.advance(tokens[:, 0], None)]
+        for depth, hidden in enumerate(hidden_states[1:], 1):
+            rows = hidden.shape[0]
+            state = head.advance(tokens[:rows, depth], state[:rows], hidden_states[depth - 1][:rows])
+            result.append(state)
+        return result
+
+    def logits(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits, head = self.model.logits(hidden, self.weights), self.model.token_head
+        return logits if head is None or states is None else head.keep_candidates(logits) + head(hidden, states)
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
 
 class EagleFamily(PublishedFamily):
-    """Drafters that roll the target's hidden states forward, a token at a time."""
+    """Drafters that roll the target's hidden states forward, a token at a time, or all depths at once."""
 
     name = "eagle3"
     drafter = EagleDrafter
     config = EagleConfig
-    predictions = EaglePredictions
     least = {"draft_vocab_size": 1}  # noqa: RUF012
     free = ("target_name", "num_draft_steps")
 
@@ -250,3 +226,14 @@ class EagleFamily(PublishedFamily):
         config = drafter.config
         parallel = "" if config.mask_token_id is None else ", all depths at once"
         return f"{config.num_hidden_layers} layers{parallel}"
+
+    @property
+    def reads_tokens(self) -> bool:  # type: ignore[override]
+        return self.model.config.mask_token_id is None
+
+    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
+        if self.reads_tokens:
+            return {"path_embeds": self.weights.embed(tokens), "num_draft_steps": tokens.shape[1]}
+        mask = torch.tensor(self.model.config.mask_token_id, device=tokens.device)
+        shape = len(tokens), self.model.num_draft_steps, -1
+        return {"path_embeds": self.weights.embed(mask).expand(shape)}

@@ -15,11 +15,11 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ...core.methods import Registry
+from ..data.plan import LearningOptions, check_limits
 from ..loss.chains import DATA_POLICIES
 from ..loss.objectives import OBJECTIVES, WHOLE_LOSSES, objective_of
 
 _OBJECTIVES = (*OBJECTIVES, *WHOLE_LOSSES)
-_DEPTH_DECAY = 0.8
 _DEPTH_WEIGHTINGS = ("fixed", "by-prediction", "d-pace")
 _MINUTES = ("max_minutes", "max_training_minutes")
 
@@ -40,83 +40,31 @@ DRAFTER_OPTIONS: Registry[type] = Registry("drafter_option")  # fields of a meth
 
 
 @dataclass
-class DrafterTrainingArguments(TrainingArguments):
-    """transformers' `TrainingArguments` with further fields for the drafter's loss, and defaults that suit it.
+class DrafterTrainingArguments(LearningOptions, TrainingArguments):
+    """transformers' `TrainingArguments` with `LearningOptions`, and defaults that suit them.
 
-    Args:
-        objective: name in `objectives.OBJECTIVES`, or in `objectives.WHOLE_LOSSES`, such as `"ctc"` for a drafter whose
-            slots are frames with a blank.
-        ce_share: share of the cross-entropy in the objectives `ce_tv` and `kl_ce`; `None` for 0.1 and 0.5.
-        data_policy: whose tokens the chains follow, a name in `chains.DATA_POLICIES`: `"teacher"` for the text,
-            `"student"` for tokens that the drafter draws and the target labels, `"mixed"` for half of each
-            (DistillSpec, section 4); `"draft-opd"` for the rounds that drafting along the text comes to.
-        depth_weighting: `"fixed"` for the weighted mean, over the depths, of the mean of each depth; `"by-prediction"`
-            for a mean over all predictions, each weighted by its depth; `"d-pace"` for weights by the drafter's
-            estimate of how far each chain is accepted, see `methods/weightings.py`.
-        valid_prefix: whether only the depths of a chain count that greedy decoding would reach. The loss is then a mean
-            over predictions.
-        depth_decay: depth d weighs `depth_decay ** d`.
-        depth_weights: weight of each depth, instead of `depth_decay`.
-        regression_weight: weight of the hidden-state regression at the first step.
-        cosine_weight: weight of 1 minus the cosine of drafted and final hidden states, in all steps (FastVLM).
-        regression_steps: number of steps over which `regression_weight` falls to 0.
-        chains_per_conversation: greatest number of chain starts drawn from each conversation of a step.
-        rolled_fraction: share of those chains that is followed beyond the first depth.
-        candidates: number of the target's most probable tokens at each position that the loss compares, for all
-            predictions that are compared together; 0 to compare the whole draft vocabulary. See `loss.candidates`. The
-            default of a run is 16 where that is large, the drafter can compute some columns alone and all its weights
-            learn from teacher data on a CPU, else 0.
-        drawn_candidates: number of further tokens that it compares, drawn by frequency.
-        eval_new_tokens: number of tokens generated per held-out prompt to measure tau.
-        max_minutes: minutes of the whole run, from its begin to the saved drafter: the target invents and answers
-            prompts for a part of them, see `RunClock`, and the rest is for reading the answers and for training.
-        max_training_minutes: minutes from the first step to the saved drafter, evaluations and pictures included, see
-            `TimeBudget`. With either limit the learning rate rises for a twentieth of the training and falls as a
-            cosine. `max_steps`, `warmup_steps` and `lr_scheduler_type` then have no effect.
-        early_stopping_patience: number of evaluations without a better tau after which training stops; `None` for no
-            such limit.
+    `data_policy` is one of DistillSpec (section 4) or `"draft-opd"`; `cosine_weight` is of FastVLM. `max_minutes` are
+    from the run's begin to the saved drafter, of which a part is for prompts and answers; with either limit of minutes
+    the learning rate rises for a twentieth of the training and falls as a cosine, see `TimeBudget`. `max_steps`,
+    `warmup_steps` and `lr_scheduler_type` then have no effect.
 
     Attributes:
         method_options: values of options in `METHOD_OPTIONS`, such as `ctc_labels`; `training_arguments` sets them.
     """
 
-    max_steps: int = 2000
-    learning_rate: float = 6e-4
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.05
     adam_beta2: float = 0.95
     weight_decay: float = 0.01
     optim: str = "adamw_torch_fused"
-    per_device_train_batch_size: int = 2
-    per_device_eval_batch_size: int = 2
     eval_strategy: str = "steps"
-    eval_steps: float = 500
     save_steps: float = 500
     save_total_limit: int = 2
     logging_steps: float = 25
     load_best_model_at_end: bool = True
     metric_for_best_model: str = "eval_tau"
     greater_is_better: bool = True
-    report_to: str = "none"
     ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
-    objective: str = "forward_kl"
-    ce_share: float | None = None
-    data_policy: str = "teacher"
-    depth_weighting: str = "fixed"
-    valid_prefix: bool = False
-    depth_decay: float = _DEPTH_DECAY
-    depth_weights: list[float] | None = None
-    regression_weight: float = 0.0
-    regression_steps: int = 500
-    cosine_weight: float = 0.0
-    chains_per_conversation: int = 160
-    rolled_fraction: float = 0.5
-    candidates: int | None = None
-    drawn_candidates: int = 1024
-    eval_new_tokens: int = 48
-    max_minutes: float | None = None
-    max_training_minutes: float | None = None
-    early_stopping_patience: int | None = None
     method_options: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,7 +74,7 @@ class DrafterTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
         if self.ce_share is not None:
             objective_of(self.objective, self.ce_share)  # raises if the objective has no such share
-        for name, default in (("depth_weights", None), ("depth_decay", _DEPTH_DECAY)):
+        for name, default in (("depth_weights", None), ("depth_decay", LearningOptions.depth_decay)):
             if self.depth_weighting == "d-pace" and getattr(self, name) != default:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is invalid with depth_weighting='d-pace', which weighs depths by "
@@ -137,11 +85,7 @@ class DrafterTrainingArguments(TrainingArguments):
             raise ValueError(f"rolled_fraction={self.rolled_fraction} is invalid: expected above 0, at most 1")
         if self.depth_weights is not None and (min(self.depth_weights) < 0 or sum(self.depth_weights) <= 0):
             raise ValueError(f"depth_weights={self.depth_weights} is invalid: expected numbers of 0 or more, not all 0")
-        least = dict.fromkeys(("chains_per_conversation", "gradient_accumulation_steps", "drawn_candidates"), 1)
-        least |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1)
-        for name, number in {**least, "cosine_weight": 0, "learning_rate": 0, "candidates": 0}.items():
-            if getattr(self, name) is not None and getattr(self, name) < number:
-                raise ValueError(f"{name}={getattr(self, name)} is invalid: expected {number} or more")
+        check_limits(self)
         if self.fp16:
             raise ValueError("fp16 would lose gradients, which are made before the loss is scaled; use bf16")
         for name in _MINUTES:

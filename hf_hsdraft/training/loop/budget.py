@@ -35,6 +35,7 @@ class TimeBudget(TrainerCallback, ExportableState):
     All processes follow the clock of the first one, so that their learning rates and last steps are the same.
 
     Args:
+        minutes: infinite for no limit.
         out: folder of a run whose answers count too; it keeps their time. Once `begin_training` is called, `minutes`
             are what is left of it.
         answers: share of the minutes after which training should begin; 0 for at once.
@@ -63,7 +64,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         self._training = out is None
 
     def answer_seconds(self) -> float | None:
-        """Returns the seconds left before training should begin, perhaps below 0; `None` once it has begun."""
+        """Returns the seconds left before training should begin, perhaps below 0; `None` for no limit, as later on."""
         if self._training:
             return None
         if self.answer_minutes:
@@ -91,6 +92,10 @@ class TimeBudget(TrainerCallback, ExportableState):
         self.spent = seconds
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._file, {"seconds": seconds, "first": self.first})
+
+    @property
+    def limited(self) -> bool:
+        return math.isfinite(self.minutes)
 
     @property
     def evaluation_limit(self) -> float:

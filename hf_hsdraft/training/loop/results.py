@@ -52,7 +52,7 @@ def save(
     held_out += f"{trainer.args.eval_new_tokens} tokens each"
     training = {"history": figures, "calibration": calibration, "held_out": held_out, "tau": _tau(trainer)}
     write_json(out / FIGURES, {"training": training})
-    if trainer.budget is not None and not trainer.budget.remaining:
+    if not trainer.budget.remaining:
         report("no pictures: the time is over")
     else:
         with report.stage("drawing", "pictures") as stage:

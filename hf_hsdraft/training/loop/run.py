@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
+from ...core.methods import load
 from ...hub.publication import Repository
 from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
@@ -28,18 +31,15 @@ from ..data.conversations import (
     tokenize_conversation,
 )
 from ..data.features import FeatureCache, LikelyTokens, feature_bytes, read_features
-from ..data.gather import Answering, in_order, kinds_to_invent, read_sources
+from ..data.gather import Answering, ChatStream, StreamPlace, in_order, kinds_to_invent, read_sources, recipe_of
+from ..data.generating import can_record
 from ..data.plan import Report, TrainingPlan
-from ..data.published_chats import PublishedChats
-from ..data.recording import can_record
-from ..data.stream import ChatStream, StreamPlace
 from ..data.vocabulary import answer_counts, with_draft_vocabulary
 from ..families.family import TrainableFamily
 from ..families.trainable import family_for
 from ..files import disk_full, is_disk_full
 from .arguments import DrafterTrainingArguments
 from .budget import ANSWERS, FIRST_ANSWERS, TimeBudget
-from .checks import check_learning, check_target_can_teach, fingerprint, prepared
 from .progress import Reporter, TrainingProgress
 from .results import name_data_set, publish, save, saved, untrained, what_is_computed
 from .run_folder import (
@@ -54,7 +54,15 @@ from .run_folder import (
     settings_of,
     steps_done,
 )
-from .start import draft_vocabulary, drafter_to_start_from, with_lora
+from .start import (
+    check_learning,
+    check_target_can_teach,
+    draft_vocabulary,
+    drafter_to_start_from,
+    fingerprint,
+    prepared,
+    with_lora,
+)
 from .trainer import DrafterTrainer
 
 _CANDIDATES, _LARGE_VOCABULARY = 16, 4096  # by default so many are compared, where so many can be drafted
@@ -101,7 +109,7 @@ def train(
     start = run.start()
     finished, prompts = run.sources()
     pushes = (arguments or {}).get("push_to_hub", False)
-    repository, chats = _on_the_hub(plan, args, run.answering.recipe, pushes) if main else ("", None)
+    repository, chats = _on_the_hub(plan, args, run.recipe, pushes) if main else ("", None)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with only_run(out) if main else contextlib.nullcontext():
@@ -127,14 +135,15 @@ def train(
 
 def _on_the_hub(
     plan: TrainingPlan, args: DrafterTrainingArguments, recipe: dict[str, Any], pushes: bool
-) -> tuple[str, PublishedChats | None]:
+) -> tuple[str, Any]:
     """Prepares the repositories that the drafter and the chats are sent to; returns the first one's name, if any."""
     hub = {"token": args.hub_token, "private": args.hub_private_repo}
     repository, chats = "", None
     if pushes:
         repository = Repository.open(args.hub_model_id or Path(plan.out).resolve().name, {**hub}).name
     if plan.publish_data is not None:
-        chats = PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(recipe)
+        kind = load("publishing", "chats").PublishedChats
+        chats = kind(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(recipe)
     return repository, chats
 
 
@@ -152,8 +161,8 @@ class _Run:
     began: float
 
     @property
-    def answering(self) -> Answering:
-        return Answering(self.target, self.tokenizer, self.plan, self.args.seed, self.identity, self.report)
+    def recipe(self) -> dict[str, Any]:
+        return recipe_of(self.target, self.tokenizer, self.plan, self.args.seed, self.identity)
 
     def start(self) -> Any:
         """Returns the drafter to start from, if any; a ValueError if what the plan asks for cannot be trained."""
@@ -191,40 +200,41 @@ class _Run:
     def answer_and_learn(self, finished: list[Conversation], prompts: Sequence[Prompt], start: Any) -> None:
         """Trains on finished conversations and on the target's answers to prompts, afterwards or meanwhile."""
         plan, budget, features = self.plan, self._budget(), self._features(start, bool(finished))
-        clock = budget if self.args.max_minutes is not None else None
-        answering = replace(self.answering, features=features, grows=plan.stream or clock is not None)
-        if clock is not None:
-            answering = replace(answering, seconds=clock.answer_seconds)
+        timed = self.args.max_minutes is not None
+        shared = (self.target, self.tokenizer, plan, self.args.seed, self.identity, self.report)
+        answering = Answering(*shared, features, plan.stream or timed, budget.answer_seconds)
         groups = answering.groups(prompts)
         chats = [*finished, *next(groups)]
         total: float = answering.expected(prompts)
         unit, given = "prompts", len(finished)
         if plan.stream:
             unit, total, given = "chats", BEFORE_LEARNING, 0
-        if clock is not None:
-            unit, total = "minutes", clock.answer_minutes
+        if timed:
+            unit, total = "minutes", budget.answer_minutes
 
         def done() -> float:
-            return min(len(chats) - given if clock is None else clock.spent / 60, total)
+            return min(budget.spent / 60 if timed else len(chats) - given, total)
 
         with self.report.stage("answering", unit, total, done()) as stage:
-            while not self._is_enough(len(chats), clock) and (group := next(groups, None)) is not None:
+            while (
+                not self._is_enough(len(chats), budget.answer_seconds()) and (group := next(groups, None)) is not None
+            ):
                 chats += group
-                stage.advance(done(), f"{len(chats):,} chats" if clock else None)
+                stage.advance(done(), f"{len(chats):,} chats" if timed else None)
         self.learn_from(chats, start, features, groups if plan.stream else None, budget)
 
-    def _budget(self) -> TimeBudget | None:
-        """The time of the whole run, or of its training, if it is limited."""
+    def _budget(self) -> TimeBudget:
+        """The time of the whole run, or of its training; without end if it is not limited."""
         args, out = self.args, Path(self.plan.out)
         if args.max_minutes is None:
-            return None if args.max_training_minutes is None else TimeBudget(args.max_training_minutes)
+            return TimeBudget(args.max_training_minutes or math.inf)
         share = FIRST_ANSWERS if self.plan.stream else ANSWERS
         share = 0.0 if last_checkpoint(out) else share  # nothing more is answered before training goes on
         return TimeBudget(args.max_minutes, out, share, self.began)
 
-    def _is_enough(self, chats: int, clock: TimeBudget | None) -> bool:
-        """Whether training begins with so many chats: where the time for answers is over, or a stream can go on."""
-        late = clock is not None and (clock.answer_seconds() or 0.0) <= 0.0
+    def _is_enough(self, chats: int, seconds: float | None) -> bool:
+        """Whether training begins with so many chats: where no seconds are left for answers, or a stream can go on."""
+        late = seconds is not None and seconds <= 0.0
         if self.plan.stream:
             return chats >= BEFORE_LEARNING or (late and chats > self.plan.eval_conversations)
         return late and chats > _FEWEST
@@ -234,15 +244,14 @@ class _Run:
         conversations: Sequence[Conversation],
         start: Any,
         features: FeatureCache | None,
-        groups: Iterator[list[Conversation]] | None = None,
-        budget: TimeBudget | None = None,
+        groups: Iterator[list[Conversation]] | None,
+        budget: TimeBudget,
     ) -> None:
         """Trains a drafter, `start` or a fresh one, and saves the best.
 
         Args:
             features: those on disk; `None` to compute them in every step.
-            groups: yields further conversations.
-            budget: see `_budget`.
+            groups: yields further conversations; `None` for no stream.
         """
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
         first, held_out = self._divided(len(conversations), groups is not None, budget)
@@ -250,9 +259,9 @@ class _Run:
         further = conversations[first:]
         begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
         tokenized = [pair[1] for pair in pairs]
-        counts = [_counted(chat) for chat in tokenized]  # those of a stream join them
-        tokens = sum(length for length, _ in counts)
-        report(f"{len(pairs):,} conversations, {tokens:,} tokens, {_answer_tokens(counts):,} of them answers")
+        amount = _amount(tokenized)  # those of a stream join them
+        told = f"{amount['tokens']:,} tokens, {amount['answers']:,} of them answers"
+        report(f"{amount['chats']:,} conversations, {told}")
         drafter = self._drafter(start, tokenized[:first])
         if args.candidates is None:
             args.candidates = _CANDIDATES if len(drafter.draft_vocab_ids()) >= _LARGE_VOCABULARY else 0
@@ -264,12 +273,12 @@ class _Run:
         callbacks: list[Any] = [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]
         train_dataset: Any = Subset(dataset, range(held_out, len(pairs)))
         if groups is not None:
-            answered = (readable(self._answered(group, counts)) for group in groups)
+            answered = (readable(self._answered(group, amount)) for group in groups)
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * steps_done(Path(plan.out))
             place = StreamPlace.after(samples, plan.passes, callback_of(last, StreamPlace))
             train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, place.begin)
             callbacks.append(place)
-        if budget is not None:
+        if budget.limited:
             budget.begin_training(begun, callback_of(last, TimeBudget))
         trainer = DrafterTrainer(
             model,
@@ -286,12 +295,12 @@ class _Run:
         report(what_is_computed(trainer))
         begin = time.perf_counter()
         _learn(trainer, last, report)
-        self._keep(trainer, counts, begin)
+        self._keep(trainer, amount, begin)
 
-    def _divided(self, count: int, grows: bool, budget: TimeBudget | None) -> tuple[int, int]:
+    def _divided(self, count: int, grows: bool, budget: TimeBudget) -> tuple[int, int]:
         """Returns how many conversations choose the draft vocabulary, and how many of these are held out."""
         if grows:  # what a resumed stream has answered since changes neither
-            count = min(BEFORE_LEARNING if budget is None or budget.first is None else budget.first, count)
+            count = min(BEFORE_LEARNING if budget.first is None else budget.first, count)
         most, slow = self.plan.eval_conversations, self.args.max_minutes is not None and not self.plan.stream
         return count, min(most, count // 2) if slow else most  # a slow machine has few
 
@@ -309,21 +318,21 @@ class _Run:
         self.report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")
         return model
 
-    def _keep(self, trainer: DrafterTrainer, counts: Sequence[tuple[int, int]], begin: float) -> None:
-        """Saves the drafter that was trained since `begin`, in seconds, on conversations of these lengths."""
+    def _keep(self, trainer: DrafterTrainer, amount: Counter[str], begin: float) -> None:
+        """Saves the drafter that was trained since `begin`, in seconds, on an amount of conversations."""
         target, plan, family, report = self.target, self.plan, self.family, self.report
         out, state = Path(plan.out), PartialState()
         if plan.lora is None:
             try:
-                budget = None if is_sharded(target) else trainer.budget  # all processes have to write as much
-                seconds = None if budget is None else budget.remaining
+                limited = trainer.budget.limited and not is_sharded(target)  # all processes have to write as much
+                seconds = trainer.budget.remaining if limited else None
                 name = plan.drafter.get("target_name")
                 family.record_target(trainer.drafter, target, self.tokenizer, name, seconds)
             except Exception as error:  # the drafter is saved all the same
                 report(f"what the target writes could not be recorded: {error}")
         if state.is_main_process:
-            amount = f"{len(counts):,} conversations, {_answer_tokens(counts):,} answer tokens, by the target itself"
-            save(trainer, plan, family, {"data": amount, "prompts": plan.describe_prompts()}, report)
+            data = f"{_in_words(amount)}, by the target itself"
+            save(trainer, plan, family, {"data": data, "prompts": plan.describe_prompts()}, report)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
             minutes = (time.perf_counter() - begin) / 60
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
@@ -332,14 +341,12 @@ class _Run:
             finish(out, steps, limits_of(self.args), untrained(trainer.state.log_history, steps))
         state.wait_for_everyone()
 
-    def _answered(
-        self, conversations: Sequence[Conversation], counts: list[tuple[int, int]]
-    ) -> list[TokenizedConversation]:
-        """Returns the tokens of a stream's conversations, and adds their lengths to `counts`."""
+    def _answered(self, conversations: Sequence[Conversation], amount: Counter[str]) -> list[TokenizedConversation]:
+        """Returns the tokens of a stream's conversations, which join the amount."""
         tokenized = [tokenize_conversation(self.tokenizer, chat, self.plan.max_length) for chat in conversations]
         tokenized = [chat for chat in tokenized if bool(chat.answer_mask[2:].any())]
-        counts += [_counted(chat) for chat in tokenized]
-        self.report(f"{len(counts):,} conversations, {_answer_tokens(counts):,} answer tokens")
+        amount += _amount(tokenized)
+        self.report(_in_words(amount))
         return tokenized
 
     def _tokenized(
@@ -421,27 +428,27 @@ class _Run:
         return [inputs for inputs in encoded if inputs["input_ids"].shape[1] + self.args.eval_new_tokens <= window]
 
 
-def _counted(chat: TokenizedConversation) -> tuple[int, int]:
-    """Number of tokens of a conversation and of its answers."""
-    return len(chat.input_ids), int(chat.answer_mask.sum())
+def _amount(chats: Sequence[TokenizedConversation]) -> Counter[str]:
+    tokens, answers = sum(len(chat.input_ids) for chat in chats), sum(int(chat.answer_mask.sum()) for chat in chats)
+    return Counter(chats=len(chats), tokens=tokens, answers=answers)
 
 
-def _answer_tokens(counts: Iterable[tuple[int, int]]) -> int:
-    return sum(answers for _, answers in counts)
+def _in_words(amount: Counter[str]) -> str:
+    return f"{amount['chats']:,} conversations, {amount['answers']:,} answer tokens"
 
 
 def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None:
     """Takes the steps that are left after checkpoint `last`, and loads the best drafter."""
     args, budget = trainer.args, trainer.budget
-    minutes = None if budget is None else budget.minutes
+    minutes = budget.minutes if budget.limited else None
     if last is not None and had_ended(last, args, minutes):  # the Trainer would take one more step
         trainer.restore(last)
     else:
-        if budget is not None:
+        if budget.limited:
             left = budget.minutes - budget.spent / 60
             report(f"{left:.3g} minutes begin: steps, evaluations and pictures, until the drafter is saved")
-        with report.stage("training", "steps" if budget is None else "minutes") as stage:
-            trainer.add_callback(TrainingProgress(stage, budget))
+        with report.stage("training", "minutes" if budget.limited else "steps") as stage:
+            trainer.add_callback(TrainingProgress(stage, budget if budget.limited else None))
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     best = trainer.state.best_model_checkpoint
     if best:

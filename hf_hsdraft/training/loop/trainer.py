@@ -34,8 +34,8 @@ from ..loss.loss import CHUNK_LOGITS, WEIGHTINGS, ChainLoss, LossParts
 from ..loss.objectives import WHOLE_LOSSES, objective_of
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
-from .checks import check_learning
 from .progress import Reporter, figures_in_words
+from .start import check_learning
 
 _BINS = 10  # of confidence
 
@@ -111,7 +111,7 @@ class DrafterTrainer(Trainer):
     ) -> None:
         self.target = target
         self.tau_prompts = tau_prompts
-        self.budget = budget
+        self.budget = budget or TimeBudget(math.inf)
         drafter = _base(model)
         check_learning(family_of(drafter), drafter.config, target, args)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
@@ -127,8 +127,8 @@ class DrafterTrainer(Trainer):
             args.activation_checkpointing = False  # the Trainer's works only for layers called as modules
         with _without_frozen_config(drafter):
             super().__init__(model=model, args=args, data_collator=collate, **kwargs)
-        if budget is not None:
-            self.add_callback(budget)
+        if self.budget.limited:
+            self.add_callback(self.budget)
         if report is not None:
             self.remove_callback(PrinterCallback)
         self.report = report or Reporter(lambda _: None)
@@ -144,7 +144,7 @@ class DrafterTrainer(Trainer):
         return _base(self.accelerator.unwrap_model(self.model))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        if self.budget is None:
+        if not self.budget.limited:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is None:
             self.lr_scheduler = self.budget.schedule(self.optimizer if optimizer is None else optimizer)
@@ -204,7 +204,7 @@ class DrafterTrainer(Trainer):
             now = time.perf_counter()
             logs["tokens_per_second"] = round(self._tokens * self.accelerator.num_processes / (now - self._since), 1)
             self._tokens, self._since = 0, now
-            if self.budget is not None:
+            if self.budget.limited:
                 logs["minutes"] = round(self.budget.spent / 60, 1)
         super().log(logs, *args, **kwargs)
 
@@ -214,7 +214,7 @@ class DrafterTrainer(Trainer):
 
         With a time budget it measures as much as there is time for, see `TimeBudget.within`.
         """
-        begin, since = time.monotonic(), time.perf_counter()
+        begin, since, limit = time.monotonic(), time.perf_counter(), self.budget.evaluation_limit
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self.model_wrapped if self.model_wrapped is not None else self.model
         model.eval()
@@ -225,19 +225,18 @@ class DrafterTrainer(Trainer):
         distance = math.nan
         everything = len(dataset) + len(self.tau_prompts)
         with self.report.stage("evaluating", "conversations and prompts", everything) as stage:
-            for batch in self._within(batches, "batches", 0.4 * self._limit):
+            for batch in self.budget.within(batches, "batches", 0.4 * limit):
                 with self.accelerator.autocast():  # a resumed run may evaluate before the Trainer has wrapped the model
                     parts.append(self._parts(model, [dataset[i] for i in batch], 0, measured=True))
                 stage.advance(batch.stop)
             self.held_out = (batch.stop, 0)
             if self.tau_prompts:
-                end = begin + self._limit
-                with _in_lockstep(self.target):
-                    left = 0.8 * self._limit - (time.monotonic() - begin)
-                    for call in self._decode(self._within(self.tau_prompts, "prompts", left), end):
-                        calls.append(call)
-                        stage.advance(batch.stop + len(calls))
-                    distance = self._parity(self.tau_prompts[: min(2, len(calls))], end)
+                end = begin + limit
+                left = 0.8 * limit - (time.monotonic() - begin)
+                for call in self._decode(self.budget.within(self.tau_prompts, "prompts", left), end):
+                    calls.append(call)
+                    stage.advance(batch.stop + len(calls))
+                distance = self._parity(self.tau_prompts[: min(2, len(calls))], end)
                 self.held_out = (batch.stop, len(calls))
             metrics = self._metrics(parts, calls, distance, metric_key_prefix)
             calibration = Calibration.of(parts, len(parts[0].count))
@@ -256,13 +255,6 @@ class DrafterTrainer(Trainer):
         model.train()
         self._since += time.perf_counter() - since  # tokens/s counts the time of training alone
         return metrics
-
-    @property
-    def _limit(self) -> float:
-        return math.inf if self.budget is None else self.budget.evaluation_limit
-
-    def _within(self, items: Sequence[Any], name: str, seconds: float) -> Iterable[Any]:
-        return items if self.budget is None else self.budget.within(items, name, seconds)
 
     def _metrics(
         self, parts: Sequence[LossParts], calls: Sequence[DraftStatistics], distance: float, prefix: str
@@ -293,7 +285,7 @@ class DrafterTrainer(Trainer):
 
     def _seconds(self, end: float) -> float | None:
         """Seconds left for a text of an evaluation that ends at `end`; `None` for no limit."""
-        if self.budget is None or is_sharded(self.target):  # all processes have to decode the same tokens
+        if not self.budget.limited or is_sharded(self.target):  # all processes have to decode the same tokens
             return None
         return max(end - time.monotonic(), 0.0)
 
@@ -326,6 +318,7 @@ class DrafterTrainer(Trainer):
                 max_new_tokens=self.args.eval_new_tokens,
                 max_time=self._seconds(end),
                 return_dict_in_generate=True,
+                synced_gpus=False,  # of a sharded target: all processes decode the same texts, so none has to wait
             ).statistics
 
     def restore(self, checkpoint: Path) -> None:
@@ -371,6 +364,11 @@ def _loss(
     if args.objective in WHOLE_LOSSES:
         chunk = CHUNK_LOGITS["cpu" if on_cpu else "cuda"]
         return WHOLE_LOSSES[args.objective].made(args, drafter, weights, head, chunk)
+    candidates = None
+    if args.candidates:
+        ids = weights.vocab_ids
+        own = torch.ones(len(ids)) if token_counts is None else token_counts[ids.to(token_counts.device)]
+        candidates = Candidates.of(args.candidates, args.drawn_candidates, own.to(ids.device))
     chunks = {} if on_cpu else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
     return ChainLoss(
         weights,
@@ -380,17 +378,9 @@ def _loss(
         weightings=[WEIGHTINGS[name] for name in args.weightings],
         cosine_weight=args.cosine_weight,
         by_prediction=args.depth_weighting == "by-prediction",
-        candidates=_candidates(args.candidates, args, weights, token_counts) if args.candidates else None,
+        candidates=candidates,
         **chunks,
     )
-
-
-def _candidates(
-    likely: int, args: DrafterTrainingArguments, weights: TargetWeights, counts: torch.Tensor | None
-) -> Candidates:
-    ids = weights.vocab_ids
-    own = torch.ones(len(ids)) if counts is None else counts[ids.to(counts.device)]
-    return Candidates.of(likely, args.drawn_candidates, own.to(ids.device))
 
 
 def _recompute_layers(drafter: Any) -> None:
@@ -409,19 +399,6 @@ def _without_frozen_config(drafter: Any) -> Iterator[None]:
         yield
     finally:
         drafter.config = config
-
-
-@contextlib.contextmanager
-def _in_lockstep(target: Any) -> Iterator[None]:
-    """Lets a sharded target `generate()` with a drafter. All processes decode the same texts, so none has to wait."""
-    if not is_sharded(target):
-        yield
-        return
-    target.generate = functools.partial(target.generate, synced_gpus=False)
-    try:
-        yield
-    finally:
-        del target.generate
 
 
 def acceptance(calls: Sequence[DraftStatistics], steps: int) -> list[float]:

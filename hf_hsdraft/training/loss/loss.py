@@ -16,11 +16,11 @@ import torch.nn.functional as F
 
 from ...core.methods import Registry
 from ...drafters.base.target_weights import TargetWeights
+from ..families.family import TrainableFamily
 from ..families.trainable import family_of
 from .candidates import Candidates, Columns, likely_columns
 from .chains import ChainLabels
 from .objectives import Objective
-from .predictions import Predictions
 
 # Takes logits of drafter and target, `[N, V']`, the places of their predictions, and the columns of the first choices
 # of target and drafter, `[N]`. Returns a sum over them and a detached value of each.
@@ -62,17 +62,14 @@ class LossParts:
     depth: torch.Tensor
 
 
-def mean_of_depths(weights: torch.Tensor, valid: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Returns coefficients `[S, K]` of predictions: the loss is the weighted mean, over the depths, of each's mean.
+def _coefficients(weights: torch.Tensor, valid: torch.Tensor, count: torch.Tensor, by_prediction: bool) -> torch.Tensor:
+    """Coefficients of predictions, `[S * K]`; `valid` `[S, K]` and `count` `[K]` are as in `ChainLabels`.
 
-    `weights` `[K]` are divided by their sum; `valid` `[S, K]` and `count` `[K]` as in `ChainLabels`.
+    The loss is the weighted mean, over the depths, of each's mean; or, by prediction, the sum of all with weights `[K]`
+    or `[S, K]`, divided by their number.
     """
-    return valid * (weights / weights.sum() / count.clamp(min=1))
-
-
-def mean_of_predictions(weights: torch.Tensor, valid: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """As `mean_of_depths`, for the sum of predictions with weights `[K]` or `[S, K]`, divided by their number."""
-    return valid * (weights / count.sum().clamp(min=1))
+    shares = weights / count.sum().clamp(min=1) if by_prediction else weights / weights.sum() / count.clamp(min=1)
+    return (valid * shares).flatten()
 
 
 @dataclass(frozen=True)
@@ -125,11 +122,10 @@ class ChainLoss:
         assert len(weights) == steps, "one weight a depth"
         for weighting in self.weightings if torch.is_grad_enabled() else ():  # the loss of an evaluation is not used
             weights = weights * weighting(total, place, labels)
-        by_prediction = self.by_prediction or self.weightings or further is not None
-        mean = mean_of_predictions if by_prediction else mean_of_depths
-        coefficients = mean(weights, labels.valid, labels.count).flatten()
+        by_prediction = bool(self.by_prediction or self.weightings or further is not None)
+        coefficients = _coefficients(weights, labels.valid, labels.count, by_prediction)
         if further is not None:
-            costs = mean(further.weights, further.weights > 0, labels.count).flatten()
+            costs = _coefficients(further.weights, further.weights > 0, labels.count, by_prediction)
 
         def score(
             logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor
@@ -145,19 +141,19 @@ class ChainLoss:
         if labels.regression > 0.0 or self.cosine_weight > 0.0:
             drafted = predictions.final(torch.cat(list(hidden_states)))
             goals = labels.teacher[labels.rows.flatten()[place]]
-        if labels.regression > 0.0:
-            distance = F.smooth_l1_loss(drafted, goals, reduction="none").float().mean(dim=-1)
-            regression = (distance * coefficients[place]).sum()
-            loss = loss + labels.regression * regression
-        if self.cosine_weight > 0.0:
-            distance = 1 - F.cosine_similarity(drafted.float(), goals.float(), dim=-1)
-            loss = loss + self.cosine_weight * (distance * coefficients[place]).sum()
+            if labels.regression > 0.0:
+                distance = F.smooth_l1_loss(drafted, goals, reduction="none").float().mean(dim=-1)
+                regression = (distance * coefficients[place]).sum()
+                loss = loss + labels.regression * regression
+            if self.cosine_weight > 0.0:
+                distance = 1 - F.cosine_similarity(drafted.float(), goals.float(), dim=-1)
+                loss = loss + self.cosine_weight * (distance * coefficients[place]).sum()
         valid = labels.valid.flatten()[place]
         return loss_parts(loss, statistics[valid], place[valid] % steps, steps, regression.detach(), labels.measured)
 
     def _sum(
         self,
-        predictions: Predictions,
+        predictions: TrainableFamily,
         hidden_states: Sequence[torch.Tensor],
         states: Sequence[torch.Tensor | None],
         labels: ChainLabels,

@@ -1,4 +1,4 @@
-"""Measures how much of what a drafter will meet occurs in its training chats.
+"""`hsdraft data coverage`: how much of what a drafter will meet occurs in its training chats.
 
 All counts are of tokens. n-grams do not cross the ends of texts.
 
@@ -11,9 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from .conversations import Conversation, Prompt
+import typer
+from rich.markup import escape
+from rich.table import Column, Table
 
+from ..cli._shared import TargetOption, TrainOption, console
+
+if TYPE_CHECKING:
+    from ..training.data.conversations import Conversation, Prompt
+
+app = typer.Typer()
 DISTINCT = (1, 2, 4)
 COVERED = (1, 2, 3)
 DEFINITION = (
@@ -21,7 +31,7 @@ DEFINITION = (
     "n-grams of the other texts, repetitions counted, that occur in the training answers. All n-grams are of tokens."
 )
 
-Chats = Sequence[Conversation | Prompt]
+Chats = Sequence["Conversation | Prompt"]
 Tokenize = Callable[[str], Sequence[int] | Sequence[str]]
 Tokens = Sequence[int] | Sequence[str]
 
@@ -94,3 +104,46 @@ def _distinct(texts: Sequence[Tokens], n: int) -> float:
 
 def _share(found: Sequence[bool]) -> float:
     return sum(found) / len(found) if found else float("nan")
+
+
+@app.command(short_help="Count training chats by kind.")
+def coverage(
+    train: TrainOption,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, help="Chats or prompts to search for in the training answers; repeat."),
+    ] = None,
+    target: TargetOption = None,
+) -> None:
+    """Counts chats and tokens by kind, and measures the variety of answers and their overlap with other texts."""
+    from ..runtime.target_loading import load_tokenizer
+    from ..training.data.conversations import read_chats
+
+    chats = [chat for path in train for chat in read_chats(path)]
+    others = [chat for path in against or () for chat in read_chats(path)]
+    tokenizer = load_tokenizer(target)
+
+    def tokenize(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    columns = ["chats", "user tokens", "answer tokens", *(f"distinct-{n}" for n in DISTINCT)]
+    kinds = count_kinds(chats, tokenize)
+    _print_kinds(
+        "training chats", columns, [(row.kind, row.chats, row.asked, row.answered, *row.distinct) for row in kinds]
+    )
+    if others:
+        what = "answers" if any(chat.answers for chat in others) else "user turns"
+        columns = ["texts", "tokens", *(f"covered-{n}" for n in COVERED)]
+        covered = ((row.kind, row.texts, row.tokens, *row.covered) for row in count_covered(chats, others, tokenize))
+        _print_kinds(f"{what} of the other texts", columns, covered)
+    console.print(DEFINITION, highlight=False)
+
+
+def _print_kinds(title: str, columns: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> None:
+    """Prints numbers and shares by kind, the first entry of each row."""
+    table = Table("kind", *(Column(name, justify="right") for name in columns), title=title, title_justify="left")
+    for kind, *numbers in rows:
+        shown = (f"{number:.3f}" if isinstance(number, float) else f"{number:,}" for number in numbers)
+        table.add_row(escape(kind) or "none", *shown)
+    console.print(table)

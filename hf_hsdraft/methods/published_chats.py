@@ -11,12 +11,11 @@ from typing import Any
 
 from huggingface_hub import DatasetCardData
 
-from ...core.checks import printable, public_name
-from ...hub.drafter_files import CARD, read_document
-from ...hub.model_card import MARK, cell, code, table
-from ...hub.publication import Repository, leave_foreign_card, told
-from ..files import write_json
-from .dataset import RECIPE, RowFolder, differences
+from ..core.checks import printable, public_name
+from ..hub.drafter_files import CARD, read_document
+from ..hub.model_card import MARK, cell, code, table
+from ..hub.publication import Repository, leave_foreign_card, told
+from ..training.files import RECIPE, RowFolder, differences, write_json
 
 KIND = "dataset"
 _SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
