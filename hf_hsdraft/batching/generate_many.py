@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -38,7 +39,9 @@ def generate_many(
         max_batch_size: number of texts decoded together.
         chunk_size: number of tokens of prompts read between two rounds: the longest that running texts wait.
         max_cache_tokens: see `ContinuousBatching`.
-        kwargs: arguments of `generate()` for all requests; those of a request override them.
+        kwargs: arguments of `generate()` for all requests; those of a request override them. Requests that share a
+            processor, criterion or streamer that may keep a state are decoded one after another; `row_wise = True` on
+            the object, or its class, says that it keeps none.
 
     Yields:
         A [`FinishedText`] for each request, in the order in which they are done; its `error` is of this request.
@@ -58,24 +61,25 @@ def _decoded(
     batching: ContinuousBatching, requests: Iterator[Any], common: Mapping[str, Any], attachment: Attachment | None
 ) -> Iterator[FinishedText]:
     more, begun = True, time.perf_counter()
-    while more or batching.busy:
-        while more and batching.free > 0:
-            request = next(requests, None)
-            more = request is not None
-            if request is None:
-                break
-            try:
-                arguments = {**common, **_arguments_of(request, batching.target)}
-            except Exception as error:  # of any type: the request may be anything
-                batching.refuse(error)
-            else:
-                batching.submit(arguments, arguments.pop(_SEED, None))
-        for done in batching.step():
-            if attachment is not None and done.statistics is not None:
-                now = time.perf_counter()
-                attachment.count(done.statistics, now - begun)
-                begun = now
-            yield done
+    with contextlib.closing(batching):  # also if the caller leaves early
+        while more or batching.busy:
+            while more and batching.free > 0:
+                request = next(requests, None)
+                more = request is not None
+                if request is None:
+                    break
+                try:
+                    arguments = {**common, **_arguments_of(request, batching.target)}
+                except Exception as error:  # of any type: the request may be anything
+                    batching.refuse(error)
+                else:
+                    batching.submit(arguments, arguments.pop(_SEED, None))
+            for done in batching.step():
+                if attachment is not None and done.statistics is not None:
+                    now = time.perf_counter()
+                    attachment.count(done.statistics, now - begun)
+                    begun = now
+                yield done
 
 
 def _arguments_of(request: Any, model: Any) -> dict[str, Any]:

@@ -70,6 +70,12 @@ class _Running:
     runtime: TargetRuntime
     drafting: Drafting
     keeper: BatchKeeper
+    resources: contextlib.ExitStack
+
+    def end(self) -> None:
+        """Ends the drafter's session once all texts have ended."""
+        self.drafting.session.end()
+        self.resources.close()
 
 
 @dataclass
@@ -167,21 +173,43 @@ class ContinuousBatching:
 
     @torch.no_grad()
     def step(self) -> list[FinishedText]:
-        """Reads a part of the waiting prompts and decodes one round; returns the requests that are done."""
-        with no_hooks_left(self.target):
-            self._drop_cancelled()
-            joining, budget = list[Text](), self.chunk_size
-            while budget > 0 and (self._reading or self._take_next()):
-                budget -= self._read(budget, joining)
-            self._change(joining)
-            running = self._running
-            if running is not None and running.batch.goes_on():
-                decode_round(running.batch, running.drafting, [running.keeper])
-        self._collect()
-        if not self._texts:
-            self._change([])  # frees the cache
+        """Reads a part of the waiting prompts and decodes one round; returns the requests that are done.
+
+        An error of the round is that of all texts in it; the others are decoded in a new batch.
+        """
+        try:
+            with no_hooks_left(self.target):
+                self._drop_cancelled()
+                joining, budget = list[Text](), self.chunk_size
+                while budget > 0 and (self._reading or self._take_next()):
+                    budget -= self._read(budget, joining)
+                self._change(joining)
+                running = self._running
+                if running is not None and running.batch.goes_on():
+                    decode_round(running.batch, running.drafting, [running.keeper])
+            self._collect()
+            if not self._texts:
+                self._change([])  # frees the cache
+        except Exception as error:
+            if not self._texts:
+                raise
+            for text in self._texts.values():
+                text.error = text.error or error
+            self._collect()
+            self._drop_batch()
         done, self._gone = self._gone, []
         return done
+
+    def close(self) -> None:
+        """Frees what the batch holds; texts that have not ended are lost."""
+        self._reading = None
+        self._texts.clear()
+        self._drop_batch()
+
+    def _drop_batch(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.resources.close()
 
     def _take_next(self) -> bool:
         """Takes the first waiting request, if there is a place; returns whether there was one."""
@@ -210,12 +238,14 @@ class ContinuousBatching:
         return True
 
     def _fits(self, prepared: Prepared) -> bool:
-        """Whether a text fits in beside those that are being decoded: in the cache, and with its drafting options."""
+        """Whether a text fits in beside those being decoded: in the cache, with its options and its own objects."""
         lengths = [each.prepared.config.max_length for each in self._texts.values()]
         longest = max([prepared.config.max_length, *lengths])
         if not self._texts:  # one that can never fit is refused by `_begin`
             return True
         if prepared.options != self._options:
+            return False
+        if any(prepared.with_state & each.prepared.with_state for each in self._texts.values()):
             return False
         return self.max_cache_tokens is None or (len(lengths) + 1) * longest <= self.max_cache_tokens
 
@@ -294,8 +324,8 @@ class ContinuousBatching:
         running = self._running
         running.batch.change(running.drafting, joining)
         if not running.batch.rows:
-            running.drafting.session.end()
             self._running = None
+            running.end()
 
     def _start(self, text: Text) -> _Running:
         """Begins a batch with its first text."""
@@ -314,7 +344,7 @@ class ContinuousBatching:
         batch.set_pace(drafting)  # which depends on the acceleration
         keeper = BatchKeeper(batch, self.statistics, device)
         keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))
-        return _Running(batch, runtime, drafting, keeper)
+        return _Running(batch, runtime, drafting, keeper, call.stack)
 
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, set()
@@ -336,9 +366,13 @@ class ContinuousBatching:
         """Takes texts that have ended out; they leave the batch before the next round."""
         for index, text in [(index, text) for index, text in self._texts.items() if text.ended]:
             del self._texts[index]
-            output = text.finish()
-            if self._history is not None and text.error is None:
-                self._history.remember([text.prompt_and_answer])
+            output = None
+            try:
+                output = text.finish()
+                if self._history is not None and text.error is None:
+                    self._history.remember([text.prompt_and_answer])
+            except Exception as error:
+                text.error = text.error or error
             output = None if text.error is not None else output
             self._gone.append(FinishedText(index, output, text.error, text.statistics, text.cancelled))
 

@@ -148,7 +148,7 @@ class Decoder:
         if self.together is None:
             return self.thread.submit(answer.decode, streamer)
         try:
-            return self.together.submit(answer.call(streamer), answer.seed)
+            return self.together.submit(answer.call(streamer), answer.seed, answer.check)
         except Exception as error:
             failed = Future[Any]()
             failed.set_exception(error)

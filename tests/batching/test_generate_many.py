@@ -334,3 +334,86 @@ def test_nothing_is_left_of_requests_that_are_done(target: Any) -> None:
     while batching.busy:
         batching.step()
     assert max(slots) <= 4 * 24 and batching.cache_tokens == 0
+
+
+class Counts(LogitsProcessor):
+    """Forbids another token at each call, whatever the text."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores.index_fill(1, torch.arange(self.calls % 3, VOCAB, 3), -torch.inf)
+
+
+def test_texts_with_a_processor_in_common_are_those_of_calls_in_order(target: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 8} for index in range(4)]
+    processor = Counts()
+    plain = [target.generate(**each, logits_processor=[processor]) for each in requests]
+    found = generate_many(target, requests, CachebackDrafter(), logits_processor=[Counts()])
+    for done in found:
+        assert done.output.tolist() == plain[done.index].tolist()
+
+
+def test_a_round_that_fails_ends_its_texts_alone(target: Any, monkeypatch: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 20} for index in range(5)]
+    drafter = knowing(target, requests)
+    batching = ContinuousBatching(target, drafter, 2)
+    for each in requests:
+        batching.submit(each)
+    batching.step()
+    closed = list[bool]()
+    batching._running.drafting._call.stack.callback(lambda: closed.append(True))
+
+    def fails(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("of this round")
+
+    monkeypatch.setattr(KnowingSession, "draft", fails)
+    found = {}
+    while batching.busy:
+        found.update({done.index: done for done in batching.step()})
+    assert [str(found[index].error) for index in (0, 1)] == ["of this round"] * 2 and closed == [True]
+    for index in (2, 3, 4):
+        assert new_tokens(found[index].output, requests[index]) == new_tokens(
+            alone(target, requests[index]), requests[index]
+        )
+
+
+def test_an_iterator_that_is_left_early_frees_the_batch(target: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 4 + index} for index in range(4)]
+    running = generate_many(target, requests, CachebackDrafter(), max_batch_size=2)
+    batching = running.gi_frame.f_locals["batching"]
+    next(running)
+    assert batching.cache_tokens > 0
+    running.close()
+    assert batching.cache_tokens == 0
+
+
+def test_an_error_at_the_end_of_a_text_is_its_own(target: Any, monkeypatch: Any) -> None:
+    class FailsAtTheEnd(Listens):
+        def end(self) -> None:
+            raise RuntimeError("at the end")
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("as an output")
+
+    monkeypatch.setattr("hf_hsdraft.batching.text.as_output", fails)
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 6} for index in range(3)]
+    given = [{**requests[0], "streamer": FailsAtTheEnd()}, {**requests[1], "return_dict_in_generate": True}]
+    found = decoded_at_random(ContinuousBatching(target, CachebackDrafter(), 3), [*given, requests[2]], 1)
+    assert [str(found[index].error) for index in (0, 1)] == ["at the end", "as an output"]
+    assert found[2].output.tolist() == target.generate(**requests[2]).tolist()
+
+
+def test_further_inputs_are_decoded_alone_before_they_are_read() -> None:
+    target = model_of("gpt2", n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    ids = torch.randint(6, VOCAB, (1, 12), generator=torch.Generator().manual_seed(3))
+    request = {"input_ids": ids, "token_type_ids": ids.flip(1) % 7, "max_new_tokens": 8}
+    batching = ContinuousBatching(target, CachebackDrafter(), chunk_size=4)
+    batching.submit(request)
+    [done] = batching.step()
+    assert done.output.tolist() == target.generate(**request).tolist() and list(batching.alone) == [
+        "it has further inputs"
+    ]
