@@ -24,6 +24,7 @@ def generate_many(
     max_batch_size: int = 8,
     chunk_size: int = 512,
     max_cache_tokens: int | None = None,
+    prefix_cache_tokens: int = 4096,
     **kwargs: Any,
 ) -> Iterator[FinishedText]:
     """Decodes requests together: texts join and leave the batch as there is room, and each is what it is alone.
@@ -38,7 +39,7 @@ def generate_many(
         assistant_model: the drafter; by default the one that is attached to the model.
         max_batch_size: number of texts decoded together.
         chunk_size: number of tokens of prompts read between two rounds: the longest that running texts wait.
-        max_cache_tokens: see `ContinuousBatching`.
+        max_cache_tokens, prefix_cache_tokens: see `ContinuousBatching`.
         kwargs: arguments of `generate()` for all requests; those of a request override them. Requests that share a
             processor, criterion or streamer that may keep a state are decoded one after another; `row_wise = True` on
             the object, or its class, says that it keeps none.
@@ -53,7 +54,7 @@ def generate_many(
     drafter = assistant_model if attachment is None else attachment.drafter
     if drafter is None:
         raise ValueError("generate_many needs a drafter: give assistant_model, or attach one to the model")
-    batching = ContinuousBatching(model, drafter, max_batch_size, chunk_size, max_cache_tokens)
+    batching = ContinuousBatching(model, drafter, max_batch_size, chunk_size, max_cache_tokens, prefix_cache_tokens)
     return _decoded(batching, iter(requests), kwargs, attachment)
 
 

@@ -29,6 +29,7 @@ from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_runtime import TargetRuntime
 from .batch import Batch, BatchKeeper, BatchTexts, TextSessions
 from .limits import BatchLimits
+from .prefix_cache import PrefixCache
 from .prepared import Prepared, prepare
 from .text import Reading, Text
 
@@ -46,6 +47,7 @@ class FinishedText:
         error: what `generate()` would raise.
         statistics: None where nothing could be drafted.
         cancelled: whether it ended by `cancel`.
+        reused_tokens: number of tokens of its prompt that an earlier one had read.
     """
 
     index: int
@@ -53,6 +55,7 @@ class FinishedText:
     error: Exception | None = None
     statistics: DraftStatistics | None = None
     cancelled: bool = False
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,12 @@ class ContinuousBatching:
         chunk_size: number of tokens of prompts read between two rounds.
         max_cache_tokens: number of tokens that the cache may hold, rows times the longest text; None for no limit. A
             request waits until it fits, and one that can never fit has a ValueError as its `error`.
+        prefix_cache_tokens: number of tokens of prompts whose keys, values and hidden states are held for prompts that
+            begin like them; 0 for none. The target may not change then.
 
     Attributes:
         statistics: sums over all rounds; lists are empty.
+        reused_tokens: number of tokens of prompts that were not read again.
         alone: number of requests decoded as calls of their own, by reason.
     """
 
@@ -102,13 +108,16 @@ class ContinuousBatching:
     max_batch_size: int = 8
     chunk_size: int = 512
     max_cache_tokens: int | None = None
+    prefix_cache_tokens: int = 4096
     statistics: DraftStatistics = field(default_factory=DraftStatistics)
     alone: dict[str, int] = field(default_factory=dict)
+    reused_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "chunk_size"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected an integer of 1 or more")
+        for name, least in (("max_batch_size", 1), ("chunk_size", 1), ("prefix_cache_tokens", 0)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected an integer of {least} or more")
+        self._prefixes = PrefixCache(self.prefix_cache_tokens)
         self._take_options(DraftOptions.of(self.drafter))
         self._waiting, self._cancelled = deque[_Request](), set[int]()
         self._reading: tuple[_Request, Reading, Any] | None = None
@@ -268,7 +277,7 @@ class ContinuousBatching:
             self._decode_alone(request, prepared, why)
             return
         taps = sorted({*self._drafter.taps_of(self.target), *verifier.taps})
-        self._reading = request, Reading(prepared, taps), verifier
+        self._reading = request, Reading(prepared, taps, self._prefixes), verifier
 
     def _decode_alone(self, request: _Request, prepared: Prepared, why: str) -> None:
         self._count_alone(why)
@@ -306,6 +315,8 @@ class ContinuousBatching:
                 if why := self._limits.why_alone(text):
                     self._decode_alone(request, reading.prepared, why)
                 else:
+                    reading.remember()
+                    self.reused_tokens += text.reused
                     text.begin()
                     self._texts[request.index] = text
                     if not text.ended:
@@ -374,7 +385,7 @@ class ContinuousBatching:
             except Exception as error:
                 text.error = text.error or error
             output = None if text.error is not None else output
-            self._gone.append(FinishedText(index, output, text.error, text.statistics, text.cancelled))
+            self._gone.append(FinishedText(index, output, text.error, text.statistics, text.cancelled, text.reused))
 
     def _end(
         self,

@@ -136,12 +136,18 @@ class Decoder:
     waiting: int = 0  # requests that have not been answered
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(lambda: max(self.waiting - self.running, 0), lambda: self.running, self.attachment)
+        waiting, running = lambda: max(self.waiting - self.running, 0), lambda: self.running
+        self.metrics = Metrics(waiting, running, lambda: self.reused_tokens, self.attachment)
 
     @property
     def running(self) -> int:
         """Number of requests that are decoded."""
         return min(self.waiting, 1) if self.together is None else self.together.batching.running
+
+    @property
+    def reused_tokens(self) -> int:
+        """Number of tokens of prompts that were not read again."""
+        return 0 if self.together is None else self.together.batching.reused_tokens
 
     def decode(self, answer: Answer, streamer: Any) -> Future[Any]:
         """Returns the future output of an answer's call."""

@@ -46,18 +46,21 @@ def build_app(
     api_key: str = "",
     client_templates: bool = False,
     max_batch_size: int = 8,
+    prefix_cache_tokens: int = 4096,
 ) -> FastAPI:
     """Builds the application for `Server`: OpenAI's routes, `GET /health`, `GET /drafting` and `GET /metrics`.
 
     `name` is what clients call the model; without an `attachment` it decodes plainly, one request after another. With
-    one, up to `max_batch_size` requests are decoded together. Only requests for one of the `hosts` are answered, and
-    only with the `api_key` if there is one. `client_templates` allows clients to send a chat template.
+    one, up to `max_batch_size` requests are decoded together, and prompts that begin alike share what was read (see
+    `ContinuousBatching`). Only requests for one of the `hosts` are answered, and only with the `api_key` if there is
+    one. `client_templates` allows clients to send a chat template.
     """
     limits = limits or RequestLimits()
     decoder = answers.Decoder(target, tokenizer, name, limits, attachment=attachment)
     prompts = Prompts(tokenizer, limits, client_templates)
     if attachment is not None and max_batch_size > 1:
-        make = functools.partial(ContinuousBatching, target, attachment.drafter, max_batch_size)
+        sizes = {"max_batch_size": max_batch_size, "prefix_cache_tokens": prefix_cache_tokens}
+        make = functools.partial(ContinuousBatching, target, attachment.drafter, **sizes)
         decoder.together = Together(make, decoder.thread.submit, attachment)
     chat, text, responses = (kind(None, None) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler))
     app = FastAPI(title="hf_hsdraft", openapi_url=None)

@@ -60,14 +60,19 @@ def test_a_seed_gives_the_same_answer_beside_others(served):
 
 
 def test_metrics_count_requests_and_tokens(served):
+    text = "w1 w2 w3 w4 w5 w6 w7 w8 w9 w10 w11"
+    first = served.ask(f"{text} w12", max_tokens=5).usage.prompt_tokens
+    served.drafting(1)
     before = metrics(served)
-    served.ask(WORDS[0], max_tokens=20)
+    served.ask(f"{text} w13", max_tokens=20)
     served.drafting(1)
     after = metrics(served)
     done = 'hsdraft_requests_total{outcome="done"}'
     assert after[done] - before.get(done, 0) == 1
     assert after["hsdraft_tokens_total"] - before["hsdraft_tokens_total"] == 20
     assert after["hsdraft_first_token_seconds_count"] - before["hsdraft_first_token_seconds_count"] == 1
+    reused = after["hsdraft_reused_prompt_tokens"] - before["hsdraft_reused_prompt_tokens"]
+    assert 11 <= reused < first
     assert after["hsdraft_waiting"] == after["hsdraft_running"] == 0 and after["hsdraft_tau"] >= 1
 
 
