@@ -53,7 +53,7 @@ class PrefixCache:
             kind: what the states depend on besides the tokens.
             ids: the prompt without its last token, whose logits are needed.
         """
-        if kind not in self._roots or type(cache) is not DynamicCache:
+        if kind not in self._roots or cache is None or type(cache) is not DynamicCache:
             return []
         found = list(self._along(self._roots[kind], ids))
         plain = all(type(layer) is DynamicLayer for layer in cache.layers)

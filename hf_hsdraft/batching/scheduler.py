@@ -210,9 +210,11 @@ class ContinuousBatching:
         return done
 
     def close(self) -> None:
-        """Frees what the batch holds; texts that have not ended are lost."""
-        self._reading = None
+        """Frees what is held; texts that have not ended are lost."""
+        self._waiting.clear()
+        self._gone.clear()
         self._texts.clear()
+        self._held = self._reading = None
         self._drop_batch()
 
     def _drop_batch(self) -> None:

@@ -59,8 +59,8 @@ def build_app(
     decoder = answers.Decoder(target, tokenizer, name, limits, attachment=attachment)
     prompts = Prompts(tokenizer, limits, client_templates)
     if attachment is not None and max_batch_size > 1:
-        sizes = {"max_batch_size": max_batch_size, "prefix_cache_tokens": prefix_cache_tokens}
-        make = functools.partial(ContinuousBatching, target, attachment.drafter, **sizes)
+        own = target, attachment.drafter, max_batch_size
+        make = functools.partial(ContinuousBatching, *own, prefix_cache_tokens=prefix_cache_tokens)
         decoder.together = Together(make, decoder.thread.submit, attachment)
     chat, text, responses = (kind(None, None) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler))
     app = FastAPI(title="hf_hsdraft", openapi_url=None)

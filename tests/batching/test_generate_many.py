@@ -1,5 +1,6 @@
 """Texts that join and leave a running batch are what `generate()` gives each of them alone."""
 
+import asyncio
 import random
 import traceback
 from collections.abc import Sequence
@@ -384,11 +385,37 @@ def test_a_round_that_fails_ends_its_texts_alone(target: Any, monkeypatch: Any) 
 def test_an_iterator_that_is_left_early_frees_the_batch(target: Any) -> None:
     requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 4 + index} for index in range(4)]
     running = generate_many(target, requests, CachebackDrafter(), max_batch_size=2)
-    batching = running.gi_frame.f_locals["batching"]
+    batching = running._batching
     next(running)
     assert batching.cache_tokens > 0
     running.close()
-    assert batching.cache_tokens == 0
+    assert batching.cache_tokens == 0 and list(running) == []
+
+
+def test_an_event_loop_runs_between_rounds(target: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 4 + index} for index in range(4)]
+    turns = []
+
+    async def turn() -> None:
+        while True:
+            turns.append(0)
+            await asyncio.sleep(0)
+
+    async def decoded(most: int) -> list[Any]:
+        other, found = asyncio.create_task(turn()), []
+        running = generate_many(target, requests, CachebackDrafter(), max_batch_size=2)
+        async for done in running:
+            found.append(done)
+            if len(found) == most:
+                break
+        other.cancel()
+        return found
+
+    for done in asyncio.run(decoded(4)):
+        assert done.output.tolist() == alone(target, requests[done.index]).tolist()
+    assert len(turns) > 4 and len(asyncio.run(decoded(1))) == 1
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(decoded(5), 0.001))
 
 
 def test_an_error_at_the_end_of_a_text_is_its_own(target: Any, monkeypatch: Any) -> None:
