@@ -4,7 +4,8 @@
     python benchmarks/serving.py --prompts spec_bench_dev.jsonl --rate 1.5 --requests 64 --picture serving.svg
 
 Each client sends its next request when it has its answer; with `--rate`, requests come at random times instead, as many
-a second (a Poisson load). `--picture` draws how many answers and first tokens were there by when. All ways decode the same requests greedily to the same lengths, in one process, one way after another.
+a second (a Poisson load). `--picture` draws how many answers and first tokens were there by when.
+All ways decode the same requests greedily to the same lengths, in one process, one way after another.
 
 - together: `hf_hsdraft.generate_many`, with the drafter
 - one by one: `generate()` with the drafter, first come, first served
