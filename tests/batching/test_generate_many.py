@@ -1,6 +1,7 @@
 """Texts that join and leave a running batch are what `generate()` gives each of them alone."""
 
 import asyncio
+import gc
 import random
 import traceback
 from collections.abc import Sequence
@@ -335,6 +336,31 @@ def test_nothing_is_left_of_requests_that_are_done(target: Any) -> None:
     while batching.busy:
         batching.step()
     assert max(slots) <= 4 * 24 and batching.cache_tokens == 0
+
+
+@pytest.mark.slow
+def test_nothing_grows_over_many_requests(target: Any) -> None:
+    """Neither objects nor tensors, with a drafter that holds states of its own and prompts that begin alike."""
+    batching, rng = ContinuousBatching(target, make_drafter(target), 4, 16, prefix_cache_tokens=200), random.Random(0)
+
+    def held_after(count: int) -> tuple[int, int]:
+        """Objects, and numbers in tensors, after so many requests, while a batch still runs."""
+        for _ in range(count):
+            ids = [*range(10, 10 + rng.choice([0, 12])), *(rng.randrange(6, VOCAB) for _ in range(rng.randrange(1, 9)))]
+            draws = {"do_sample": True} if rng.random() < 0.3 else {}
+            batching.submit({"input_ids": torch.tensor([ids]), "max_new_tokens": rng.randrange(1, 8), **draws}, 0)
+            while len(batching._waiting) > 8:
+                batching.step()
+        while batching._waiting:
+            batching.step()
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        return len(gc.get_objects()), sum(each.numel() for each in tensors)
+
+    held_after(100)
+    before, after = held_after(100), held_after(400)
+    assert after[0] < before[0] + 1500 and after[1] < 1.2 * before[1]
+    assert batching._prefixes.size <= 200 and batching.reused_tokens > 0 and not batching._gone
 
 
 class Counts(LogitsProcessor):
