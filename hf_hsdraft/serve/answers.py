@@ -41,6 +41,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..generate.attachment import Attachment
 from ..runtime.prompt_inputs import end_tokens, room_left
 from .choices import TokenLogProbs, interleaved, joined
+from .grammars import constraining
 from .guards import RequestLimits, error_document
 from .metrics import AnswerClock, Metrics
 from .requests import Asked, Chatting, refused
@@ -178,10 +179,11 @@ class Decoder:
             raise HTTPException(503, f"{self.waiting} requests are being answered: try again later")
 
     async def respond(
-        self, handler: Any, asked: Asked, ids: torch.Tensor, request: Request, **further: Any
+        self, handler: Any, asked: Asked, ids: torch.Tensor, request: Request, grammar: Any = None, **further: Any
     ) -> Response:
         """Answers a request with the prompt `ids` in the form of transformers' `handler`, which takes `further`.
 
+        A compiled `grammar` constrains the answers.
         Raises an HTTPException (400) if the prompt or a setting does not fit.
         """
         try:
@@ -191,7 +193,10 @@ class Decoder:
         own = self.target.generation_config
         config = asked.config(own, room, self.limits.max_beams, self.target.get_input_embeddings().num_embeddings)
         ids = ids.to(self.target.device)
-        made = [Answer(self, asked, ids, copy.copy(config), request.receive, each) for each in range(asked.choices)]
+        made = [Answer(self, asked, ids, copy.copy(config), request.receive) for _ in range(asked.choices)]
+        for index, answer in enumerate(made):
+            answer.seed = None if asked.seed is None else asked.seed + index
+            answer.processors += constraining(grammar)
         further |= {"request_id": request.state.name, "model": self.target, "model_id": self.name}
         calls = [{**further, **answer.arguments} for answer in made]
         logprobs = [answer.logprobs for answer in made]
@@ -212,11 +217,8 @@ class Decoder:
 class Answer(BaseStreamer):
     """Decodes one request: stands in for the generation manager of transformers' handlers, and streams the call."""
 
-    def __init__(
-        self, decoder: Decoder, asked: Asked, ids: torch.Tensor, config: Any, receive: Receive, index: int = 0
-    ) -> None:
-        self._decoder, self.config, self._receive = decoder, config, receive
-        self.seed = None if asked.seed is None else asked.seed + index
+    def __init__(self, decoder: Decoder, asked: Asked, ids: torch.Tensor, config: Any, receive: Receive) -> None:
+        self._decoder, self.config, self._receive, self.seed = decoder, config, receive, asked.seed
         self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         stops = asked.stops()
         self.tokenizer = CutTokenizer(decoder.tokenizer, stops) if stops else decoder.tokenizer
@@ -224,6 +226,7 @@ class Answer(BaseStreamer):
         ends, chat = end_tokens(decoder.target, config), isinstance(asked, Chatting)
         of_tokens = decoder.tokenizer, asked.top, ids.shape[-1], ends, chat
         self.logprobs = None if asked.top is None else TokenLogProbs(*of_tokens)
+        self.processors: list[Any] = [] if self.logprobs is None else [self.logprobs]
         self._streamer: Any = None
         self._new: list[int] = []
         self._clock = AnswerClock(decoder.metrics)
@@ -307,7 +310,7 @@ class Answer(BaseStreamer):
         self._streamer = streamer
         ends = _Ends(self.check, self._watch, self.inputs["input_ids"].shape[-1])
         streaming = {} if self._has_beams else {"streamer": self}  # beams take none
-        rules = {"stopping_criteria": [ends], "logits_processor": [] if self.logprobs is None else [self.logprobs]}
+        rules = {"stopping_criteria": [ends], "logits_processor": self.processors}
         return {**self.inputs, "generation_config": self.config, **rules, **streaming}
 
     def decode(self, streamer: Any) -> torch.Tensor:

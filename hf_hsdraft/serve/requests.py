@@ -309,6 +309,24 @@ class Chatting(Asked):
         return ResponseHandler._normalize_tools([tool.model_dump() for tool in self.tools or ()]) or None
 
 
+class Schema(_Strict):
+    content: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    """Form of an answer: any text, a JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("expected `json_schema` with the type 'json_schema', and with no other")
+        return self
+
+
 class ChatRequest(Chatting):
     """`/v1/chat/completions`."""
 
@@ -322,6 +340,15 @@ class ChatRequest(Chatting):
     n: _Choices = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def schema_text(self) -> str | None:
+        """JSON schema of the answer; None where any text may be the answer."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        return json.dumps({"type": "object"} if form.json_schema is None else form.json_schema.content)
 
     @property
     def limit(self) -> int | None:

@@ -27,6 +27,7 @@ from ..batching.scheduler import ContinuousBatching
 from ..generate.attachment import Attachment
 from ..verify.registry import is_lossy
 from . import answers, requests
+from .grammars import Grammars
 from .guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits, error_response
 from .metrics import Metrics
 from .prompts import Prompts
@@ -58,6 +59,7 @@ def build_app(
     limits = limits or RequestLimits()
     decoder = answers.Decoder(target, tokenizer, name, limits, attachment=attachment)
     prompts = Prompts(tokenizer, limits, client_templates)
+    grammars = Grammars(target, tokenizer, limits.prompt_seconds)
     if attachment is not None and max_batch_size > 1:
         own = target, attachment.drafter, max_batch_size
         make = functools.partial(ContinuousBatching, *own, prefix_cache_tokens=prefix_cache_tokens)
@@ -69,7 +71,8 @@ def build_app(
     @app.post("/v1/chat/completions")
     async def chat_completions(asked: requests.ChatRequest, request: Request) -> Response:
         decoder.check(asked)
-        return await decoder.respond(chat, asked, await prompts.of_chat(asked), request, tools=asked.nested_tools())
+        ids, grammar = await prompts.of_chat(asked), await grammars.of(asked)
+        return await decoder.respond(chat, asked, ids, request, grammar, tools=asked.nested_tools())
 
     @app.post("/v1/completions")
     async def completions(asked: requests.TextRequest, request: Request) -> Response:

@@ -1,12 +1,16 @@
-"""Several answers to a request, and the log-probabilities of their tokens, beside other requests."""
+"""Several answers to a request, the log-probabilities of their tokens and their form, beside other requests."""
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import VOCAB, make_drafter, make_target
 from serve_helpers import WINDOW, serving
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 
 @pytest.fixture(scope="module", params=[4, 1])
@@ -75,7 +79,7 @@ def test_completions_report_them_in_their_form(served):
     assert [max(top, key=top.get) for top in found.top_logprobs] == found.tokens and found.text_offset[0] == 0
     assert all(len(top) == 2 for top in found.top_logprobs)
     none = served.client.completions.create(**fields, logprobs=0).choices[0].logprobs
-    assert none.token_logprobs == found.token_logprobs and none.top_logprobs is None
+    assert none.token_logprobs == pytest.approx(found.token_logprobs, abs=1e-3) and none.top_logprobs is None
 
 
 def test_each_answer_ends_at_its_own_stop_string(served):
@@ -86,3 +90,37 @@ def test_each_answer_ends_at_its_own_stop_string(served):
     for before, after in zip(plain, found, strict=True):
         assert after.message.content == before.message.content.split(stop)[0]
     assert found[1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("most", [4, 1])
+def test_answers_have_the_form_that_each_request_asks_for(most):
+    """Beside others of another form, and of none."""
+    pytest.importorskip("xgrammar")
+    letters = [*(chr(code) for code in range(32, 127)), "<pad>", "</s>"]  # a character a token
+    backend = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}, unk_token="<pad>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    speller = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", chat_template="{{ messages[0].content }}"
+    )
+    target = make_target(max_position_embeddings=WINDOW, eos_token_id=VOCAB - 1, pad_token_id=VOCAB - 2)
+    values = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}
+    schema = {"type": "object", "properties": {"a": values}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    with serving(target, speller, make_drafter(target), max_batch_size=most) as served:
+
+        def ask(index: int):
+            fields = {"max_tokens": 200, "temperature": 1.0, "seed": index}
+            if index % 2:
+                fields["response_format"] = form
+            if index % 3 == 1:
+                return [streamed(served.ask(f"q{index}", stream=True, **fields))[0][0]]
+            return [each.message.content for each in served.ask(f"q{index}", n=2, **fields).choices]
+
+        with ThreadPoolExecutor(4) as pool:
+            for index, texts in enumerate(pool.map(ask, range(6))):
+                for text in texts if index % 2 else ():
+                    answer = json.loads(text)["a"]
+                    assert 2 <= len(answer) <= 4 and all(isinstance(each, bool) for each in answer)
+        wrong = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": 5}}}
+        with pytest.raises(openai.BadRequestError, match="xgrammar cannot compile the schema: Type should be a string"):
+            served.ask("q", response_format=wrong)

@@ -147,7 +147,7 @@ def test_clients_killed_in_the_middle_leave_nothing_behind(endless):
         ({"logprobs": 2}, "`logprobs`: Input should be a valid boolean, found 2"),
         ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
         ({"modalities": ["audio"]}, r"`modalities` is not supported here, .*: expected .*, or leave it out. .* stop, "),
-        ({"response_format": {"type": "json_object"}}, "`response_format` is not supported"),
+        ({"response_format": {"type": "json_schema"}}, "expected `json_schema` with the type 'json_schema'"),
         ({"reasoning_effort": "low"}, "found 'low': leave it out"),
         ({"presence_penalty": 0.5}, "`presence_penalty` is not supported"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "`tool_choice`"),
