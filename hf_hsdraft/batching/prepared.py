@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria
+from transformers import DynamicCache, StoppingCriteria
 
 from ..core.cache_name import given_cache
 from ..core.refusals import DraftingRefused
@@ -95,7 +95,7 @@ class Prepared:
         plain = positions is None or torch.equal(positions.cpu(), torch.arange(length)[None])
         draws = config.do_sample and not verifier.own_draws
         untriable, own_modules = look_at(self.target, columns)
-        known = "attention_mask", "position_ids", "inputs_embeds"
+        known, cache = ("attention_mask", "position_ids", "inputs_embeds"), given_cache(kwargs)
         foreseen = Draws.of_rows(1, self.input_ids.device, 2) is not None
         reasons = {
             "it has several texts": len(self.input_ids) > 1,
@@ -107,7 +107,9 @@ class Prepared:
             "it has further inputs": any(
                 isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known
             ),
-            "it has a cache of its own": (cache := given_cache(kwargs)) is not None and cache.get_seq_length() > 0,
+            "it has a cache of its own": cache is not None and cache.get_seq_length() > 0,
+            "its cache has no rows that can be told apart": cache is not None
+            and (type(cache) is not DynamicCache or cache.offloading),
             "it returns hidden states or attentions": config.return_dict_in_generate
             and (config.output_hidden_states or config.output_attentions),
             "its rule of verification draws more than the target does": draws,
