@@ -1,15 +1,18 @@
 """Times how requests of several clients are decoded: together with drafts, one after another, or in plain ways.
 
     python benchmarks/serving.py --prompts spec_bench_dev.jsonl --clients 8 --requests 32 --dtype bfloat16
+    python benchmarks/serving.py --prompts spec_bench_dev.jsonl --rate 1.5 --requests 64 --picture serving.svg
 
 Each client sends its next request when it has its answer; with `--rate`, requests come at random times instead, as many
-a second. All ways decode the same requests greedily to the same lengths, in one process, one way after another.
+a second (a Poisson load). `--picture` draws how many answers and first tokens were there by when.
+All ways decode the same requests greedily to the same lengths, in one process, one way after another.
 
 - together: `hf_hsdraft.generate_many`, with the drafter
 - one by one: `generate()` with the drafter, first come, first served
 - plain batches: `generate()` of the requests that wait, up to `--batch` at once, padded; each lasts as long as its
   longest text
-- transformers' continuous batching: `init_continuous_batching`, without drafts
+- transformers: its continuous batching, `init_continuous_batching`, without drafts
+- vllm: its engine on the same device without drafts, where it is installed
 
 tokens/s counts new tokens from the first request to the last answer; the first token is counted from when its request
 was sent. tau: tokens emitted per target forward and row, bonus token included.
@@ -21,8 +24,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from runner import keep, loaded_target, options, print_table, prompt_texts
@@ -109,8 +113,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8, help="texts decoded together; default: 8")
     parser.add_argument("--rate", type=float, help="requests a second, at random times; default: clients that wait")
     parser.add_argument("--longest", type=int, default=400, help="tokens of a prompt; default: 400")
-    parser.add_argument("--ways", default="together,one,plain,transformers", help="default: all of them")
+    parser.add_argument("--ways", default=",".join(WAYS), help="default: all of them")
+    parser.add_argument("--picture", help="SVG or PNG file to draw")
     given = parser.parse_args(arguments)
+    if given.picture and not given.picture.endswith((".svg", ".png")):
+        parser.error(f"--picture {given.picture}: expected a name that ends with .svg or .png")
     given.limit = given.requests
     from hf_hsdraft import AutoDrafter
 
@@ -118,15 +125,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = given.drafter[0] if given.drafter else None
     drafter = AutoDrafter.from_pretrained(name, dtype=target.dtype) if name else AutoDrafter.for_target(target)
     requests = _requests(given, target, tokenizer)
-    ways = {"together": _together, "one": _one_by_one, "plain": _plain_batches, "transformers": _transformers}
     _warm_up(target, drafter, requests[0])
     found, tokens = dict[str, Any](), sum(each["max_new_tokens"] for each in requests)
+    loads = dict[str, Load]()
     for way in given.ways.split(","):
-        load = Load(requests, given.clients, given.rate, given.seed)
-        tau = ways[way](target, drafter, load, given.batch)
+        if way == "vllm" and find_spec("vllm") is None:
+            print("vllm: not installed", file=sys.stderr)
+            continue
+        load = loads[way] = Load(requests, given.clients, given.rate, given.seed)
+        tau = WAYS[way](target, drafter, load, given.batch)
         found[way] = {"tokens_per_second": load.row(tokens)[0], "first": load.row(tokens)[1:], "tau": tau}
         print(f"{way}: {found[way]}", file=sys.stderr, flush=True)
     keep(given.json, {"ways": found})
+    if given.picture:
+        _draw(loads, given.picture)
     base = found.get("one", next(iter(found.values())))["tokens_per_second"]
     print_table(
         COLUMNS,
@@ -136,6 +148,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ),
     )
     return 0
+
+
+def _draw(loads: Mapping[str, Load], path: str) -> None:
+    """Draws for each way how many requests were sent, had a first token and were answered, by time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for title, name, axis in zip(("first token", "answer"), ("first", "done"), axes, strict=True):
+        for way, load in loads.items():
+            begin = min(load.sent.values())
+            times = sorted(each - begin for each in getattr(load, name).values())
+            axis.step([0.0, *times], range(len(times) + 1), where="post", label=way)
+        axis.set(title=f"requests with {title}", xlabel="seconds")
+    axes[0].legend()
+    figure.savefig(path)
 
 
 def _requests(given: Any, target: Any, tokenizer: Any) -> list[dict[str, Any]]:
@@ -265,6 +293,43 @@ def _transformers(target: Any, drafter: Any, load: Load, batch: int) -> float:
         target.set_attn_implementation(attention)
     return 1.0
 
+
+def _vllm(target: Any, drafter: Any, load: Load, batch: int) -> float:
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    dtype = str(target.dtype).removeprefix("torch.")
+    args = EngineArgs(model=target.name_or_path, dtype=dtype, max_num_seqs=batch, max_model_len=2048)
+    engine = LLMEngine.from_engine_args(args)
+
+    def add(number: int, name: str) -> None:
+        call = load.arguments[number]
+        count = call["max_new_tokens"]
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True)
+        engine.add_request(name, {"prompt_token_ids": call["input_ids"][0].tolist()}, sampling)
+
+    add(0, "first")
+    while engine.has_unfinished_requests():  # its first request takes long
+        engine.step()
+    load.begin()
+    while not load.over:
+        for number in load.due():
+            add(number, str(number))
+        for output in engine.step():
+            number = int(output.request_id)
+            if output.outputs[0].token_ids:
+                load.first.setdefault(number, time.perf_counter())
+            if output.finished:
+                load.ended(number)
+    return 1.0
+
+
+WAYS = {
+    "together": _together,
+    "one": _one_by_one,
+    "plain": _plain_batches,
+    "transformers": _transformers,
+    "vllm": _vllm,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -103,7 +103,11 @@ class TextSessions(Session):
             self._sessions[each.row].observe([each.of_row(0)])
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._sessions = {row: session for row, session in self._sessions.items() if row in rows}
+        for row in self._sessions.keys() - set(rows):
+            self._sessions.pop(row).end()
+
+    def end(self) -> None:
+        self.keep([])
 
 
 class Batch(LocalTarget):

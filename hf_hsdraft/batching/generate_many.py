@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +26,9 @@ def generate_many(
     max_batch_size: int = 8,
     chunk_size: int = 512,
     max_cache_tokens: int | None = None,
+    prefix_cache_tokens: int = 4096,
     **kwargs: Any,
-) -> Iterator[FinishedText]:
+) -> FinishedTexts:
     """Decodes requests together: texts join and leave the batch as there is room, and each is what it is alone.
 
     Every request gets the text that `model.generate()` gives it alone with the same arguments, and when sampling the
@@ -37,11 +41,14 @@ def generate_many(
         assistant_model: the drafter; by default the one that is attached to the model.
         max_batch_size: number of texts decoded together.
         chunk_size: number of tokens of prompts read between two rounds: the longest that running texts wait.
-        max_cache_tokens: see `ContinuousBatching`.
-        kwargs: arguments of `generate()` for all requests; those of a request override them.
+        max_cache_tokens, prefix_cache_tokens: see `ContinuousBatching`.
+        kwargs: arguments of `generate()` for all requests; those of a request override them. Requests that share a
+            processor, criterion or streamer that may keep a state are decoded one after another; `row_wise = True` on
+            the object, or its class, says that it keeps none.
 
-    Yields:
-        A [`FinishedText`] for each request, in the order in which they are done; its `error` is of this request.
+    Returns:
+        An iterator over a [`FinishedText`] for each request, in the order in which they are done; its `error` is of
+        this request. `async for` takes it too.
 
     Raises:
         ValueError: no drafter was given and none is attached, or a size is invalid.
@@ -50,32 +57,78 @@ def generate_many(
     drafter = assistant_model if attachment is None else attachment.drafter
     if drafter is None:
         raise ValueError("generate_many needs a drafter: give assistant_model, or attach one to the model")
-    batching = ContinuousBatching(model, drafter, max_batch_size, chunk_size, max_cache_tokens)
-    return _decoded(batching, iter(requests), kwargs, attachment)
+    batching = ContinuousBatching(model, drafter, max_batch_size, chunk_size, max_cache_tokens, prefix_cache_tokens)
+    return FinishedTexts(batching, iter(requests), kwargs, attachment)
 
 
-def _decoded(
-    batching: ContinuousBatching, requests: Iterator[Any], common: Mapping[str, Any], attachment: Attachment | None
-) -> Iterator[FinishedText]:
-    more, begun = True, time.perf_counter()
-    while more or batching.busy:
-        while more and batching.free > 0:
-            request = next(requests, None)
-            more = request is not None
+class FinishedTexts(Iterator[FinishedText]):
+    """Texts of `generate_many`; with `async for`, rounds are decoded on another thread."""
+
+    def __init__(
+        self,
+        batching: ContinuousBatching,
+        requests: Iterator[Any],
+        common: Mapping[str, Any],
+        attachment: Attachment | None,
+    ) -> None:
+        self._batching, self._requests, self._common, self._attachment = batching, requests, common, attachment
+        self._more, self._since, self._done = True, time.perf_counter(), deque[FinishedText]()
+
+    def __next__(self) -> FinishedText:
+        while not self._done:
+            if not self._goes_on():
+                raise StopIteration
+            self._round()
+        return self._done.popleft()
+
+    async def __aiter__(self) -> AsyncIterator[FinishedText]:
+        with contextlib.closing(self):
+            while self._done or self._goes_on():
+                while self._done:
+                    yield self._done.popleft()
+                if self._goes_on():
+                    await _uninterrupted(asyncio.to_thread(self._round))
+
+    def close(self) -> None:
+        """Ends all, and frees the batch."""
+        self._more = False
+        self._batching.close()
+
+    __del__ = close
+
+    def _goes_on(self) -> bool:
+        return self._more or self._batching.busy
+
+    def _round(self) -> None:
+        """Submits requests as there is room, and decodes one round."""
+        batching = self._batching
+        while self._more and batching.free > 0:
+            request = next(self._requests, None)
+            self._more = request is not None
             if request is None:
                 break
             try:
-                arguments = {**common, **_arguments_of(request, batching.target)}
+                arguments = {**self._common, **_arguments_of(request, batching.target)}
             except Exception as error:  # of any type: the request may be anything
                 batching.refuse(error)
             else:
                 batching.submit(arguments, arguments.pop(_SEED, None))
-        for done in batching.step():
-            if attachment is not None and done.statistics is not None:
+        self._done += batching.step()
+        for done in self._done:
+            if self._attachment is not None and done.statistics is not None:
                 now = time.perf_counter()
-                attachment.count(done.statistics, now - begun)
-                begun = now
-            yield done
+                self._attachment.count(done.statistics, now - self._since)
+                self._since = now
+
+
+async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for the end of `work`, also if it is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _arguments_of(request: Any, model: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from transformers import DynamicCache, StoppingCriteria
 
 from ..core.cache_name import given_cache
 from ..core.refusals import DraftingRefused
@@ -15,6 +16,7 @@ from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter, Session, WrappedDrafter
 from ..engine.call_output import DraftStatistics
 from ..engine.decoding import check_call, check_verifier, speculative_decoding
+from ..engine.row_processors import is_row_wise
 from ..runtime.foreign_parts import look_at
 from ..runtime.target_limits import why_in_step
 from ..verify.foresight import Draws
@@ -50,6 +52,15 @@ class Prepared:
         own = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "tokenizer")
         return {name: value for name, value in self.call.items() if name not in own}
 
+    @cached_property
+    def with_state(self) -> set[int]:
+        """Processors, criteria and streamer that may keep a state, which other texts may not change; by identity."""
+        processors, criteria = self.call["logits_processor"], self.call["stopping_criteria"]
+        found = [self.call.get("streamer"), *(one for one in processors if not is_row_wise(one))]
+        own = (one for one in criteria if type(one).__module__ != StoppingCriteria.__module__)
+        found += [one for one in own if not getattr(one, "row_wise", False)]
+        return {id(one) for one in found if one is not None}
+
     def alone(self, statistics: DraftStatistics) -> Any:
         """Decodes it as a separate call, without drafts where they are refused; returns what `generate()` does.
 
@@ -83,6 +94,7 @@ class Prepared:
         plain = positions is None or torch.equal(positions.cpu(), torch.arange(length)[None])
         draws = config.do_sample and not verifier.own_draws
         untriable, own_modules = look_at(self.target, columns)
+        known, cache = ("attention_mask", "position_ids", "inputs_embeds"), given_cache(kwargs)
         foreseen = Draws.of_rows(1, self.input_ids.device, 2) is not None
         reasons = {
             "it has several texts": len(self.input_ids) > 1,
@@ -91,7 +103,12 @@ class Prepared:
             "its prompt is padded": mask is not None and not bool(mask.all()),
             "its prompt has positions of its own": not plain,
             "its prompt is given as embeddings": kwargs.get("inputs_embeds") is not None,
-            "it has a cache of its own": (cache := given_cache(kwargs)) is not None and cache.get_seq_length() > 0,
+            "it has further inputs": any(
+                isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known
+            ),
+            "it has a cache of its own": cache is not None and cache.get_seq_length() > 0,
+            "its cache has no rows that can be told apart": cache is not None
+            and (type(cache) is not DynamicCache or cache.offloading),
             "it returns hidden states or attentions": config.return_dict_in_generate
             and (config.output_hidden_states or config.output_attentions),
             "its rule of verification draws more than the target does": draws,

@@ -29,6 +29,7 @@ from ..engine.loop import decode_round
 from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_runtime import TargetRuntime
 from .batch import Batch, BatchKeeper, BatchTexts, TextSessions
+from .prefix_cache import PrefixCache
 from .prepared import Prepared, prepare
 from .text import Reading, Text
 
@@ -46,6 +47,7 @@ class FinishedText:
         error: what `generate()` would raise.
         statistics: None where nothing could be drafted.
         cancelled: whether it ended by `cancel`.
+        reused_tokens: number of tokens of its prompt that an earlier one had read.
     """
 
     index: int
@@ -53,6 +55,7 @@ class FinishedText:
     error: Exception | None = None
     statistics: DraftStatistics | None = None
     cancelled: bool = False
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,12 @@ class _Running:
     runtime: TargetRuntime
     drafting: Drafting
     keeper: BatchKeeper
+    resources: contextlib.ExitStack
+
+    def end(self) -> None:
+        """Ends the drafter's session once all texts have ended."""
+        self.drafting.session.end()
+        self.resources.close()
 
 
 @dataclass
@@ -85,9 +94,12 @@ class ContinuousBatching:
         chunk_size: number of tokens of prompts read between two rounds.
         max_cache_tokens: number of tokens that the cache may hold, rows times the longest text; None for no limit. A
             request waits until it fits, and one that can never fit has a ValueError as its `error`.
+        prefix_cache_tokens: number of tokens of prompts whose keys, values and hidden states are held for prompts that
+            begin like them; 0 for none. The target may not change then.
 
     Attributes:
         statistics: sums over all rounds; lists are empty.
+        reused_tokens: number of tokens of prompts that were not read again.
         alone: number of requests decoded as calls of their own, by reason.
     """
 
@@ -96,13 +108,16 @@ class ContinuousBatching:
     max_batch_size: int = 8
     chunk_size: int = 512
     max_cache_tokens: int | None = None
+    prefix_cache_tokens: int = 4096
     statistics: DraftStatistics = field(default_factory=DraftStatistics)
     alone: dict[str, int] = field(default_factory=dict)
+    reused_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "chunk_size"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected an integer of 1 or more")
+        for name, least in (("max_batch_size", 1), ("chunk_size", 1), ("prefix_cache_tokens", 0)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected an integer of {least} or more")
+        self._prefixes = PrefixCache(self.prefix_cache_tokens)
         self._take_options(DraftOptions.of(self.drafter))
         self._waiting, self._cancelled = deque[_Request](), set[int]()
         self._reading: tuple[_Request, Reading, Any] | None = None
@@ -167,21 +182,45 @@ class ContinuousBatching:
 
     @torch.no_grad()
     def step(self) -> list[FinishedText]:
-        """Reads a part of the waiting prompts and decodes one round; returns the requests that are done."""
-        with no_hooks_left(self.target):
-            self._drop_cancelled()
-            joining, budget = list[Text](), self.chunk_size
-            while budget > 0 and (self._reading or self._take_next()):
-                budget -= self._read(budget, joining)
-            self._change(joining)
-            running = self._running
-            if running is not None and running.batch.goes_on():
-                decode_round(running.batch, running.drafting, [running.keeper])
-        self._collect()
-        if not self._texts:
-            self._change([])  # frees the cache
+        """Reads a part of the waiting prompts and decodes one round; returns the requests that are done.
+
+        An error of the round is that of all texts in it; the others are decoded in a new batch.
+        """
+        try:
+            with no_hooks_left(self.target):
+                self._drop_cancelled()
+                joining, budget = list[Text](), self.chunk_size
+                while budget > 0 and (self._reading or self._take_next()):
+                    budget -= self._read(budget, joining)
+                self._change(joining)
+                running = self._running
+                if running is not None and running.batch.goes_on():
+                    decode_round(running.batch, running.drafting, [running.keeper])
+            self._collect()
+            if not self._texts:
+                self._change([])  # frees the cache
+        except Exception as error:
+            if not self._texts:
+                raise
+            for text in self._texts.values():
+                text.error = text.error or error
+            self._collect()
+            self._drop_batch()
         done, self._gone = self._gone, []
         return done
+
+    def close(self) -> None:
+        """Frees what is held; texts that have not ended are lost."""
+        self._waiting.clear()
+        self._gone.clear()
+        self._texts.clear()
+        self._held = self._reading = None
+        self._drop_batch()
+
+    def _drop_batch(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.resources.close()
 
     def _take_next(self) -> bool:
         """Takes the first waiting request, if there is a place; returns whether there was one."""
@@ -210,12 +249,14 @@ class ContinuousBatching:
         return True
 
     def _fits(self, prepared: Prepared) -> bool:
-        """Whether a text fits in beside those that are being decoded: in the cache, and with its drafting options."""
+        """Whether a text fits in beside those being decoded: in the cache, with its options and its own objects."""
         lengths = [each.prepared.config.max_length for each in self._texts.values()]
         longest = max([prepared.config.max_length, *lengths])
         if not self._texts:  # one that can never fit is refused by `_begin`
             return True
         if prepared.options != self._options:
+            return False
+        if any(prepared.with_state & each.prepared.with_state for each in self._texts.values()):
             return False
         return self.max_cache_tokens is None or (len(lengths) + 1) * longest <= self.max_cache_tokens
 
@@ -238,7 +279,7 @@ class ContinuousBatching:
             self._decode_alone(request, prepared, why)
             return
         taps = sorted({*self._drafter.taps_of(self.target), *verifier.taps})
-        self._reading = request, Reading(prepared, taps), verifier
+        self._reading = request, Reading(prepared, taps, self._prefixes), verifier
 
     def _decode_alone(self, request: _Request, prepared: Prepared, why: str) -> None:
         self._count_alone(why)
@@ -276,6 +317,8 @@ class ContinuousBatching:
                 if why := text.why_alone(draft_size(self._options, self._places)):
                     self._decode_alone(request, reading.prepared, why)
                 else:
+                    reading.remember()
+                    self.reused_tokens += text.reused
                     text.begin()
                     self._texts[request.index] = text
                     if not text.ended:
@@ -294,8 +337,8 @@ class ContinuousBatching:
         running = self._running
         running.batch.change(running.drafting, joining)
         if not running.batch.rows:
-            running.drafting.session.end()
             self._running = None
+            running.end()
 
     def _start(self, text: Text) -> _Running:
         """Begins a batch with its first text."""
@@ -313,7 +356,7 @@ class ContinuousBatching:
         batch.set_pace(drafting)  # which depends on the acceleration
         keeper = BatchKeeper(batch, self.statistics, device)
         keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))
-        return _Running(batch, runtime, drafting, keeper)
+        return _Running(batch, runtime, drafting, keeper, call.stack)
 
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, set()
@@ -335,11 +378,15 @@ class ContinuousBatching:
         """Takes texts that have ended out; they leave the batch before the next round."""
         for index, text in [(index, text) for index, text in self._texts.items() if text.ended]:
             del self._texts[index]
-            output = text.finish()
-            if self._history is not None and text.error is None:
-                self._history.remember([text.prompt_and_answer])
+            output = None
+            try:
+                output = text.finish()
+                if self._history is not None and text.error is None:
+                    self._history.remember([text.prompt_and_answer])
+            except Exception as error:
+                text.error = text.error or error
             output = None if text.error is not None else output
-            self._gone.append(FinishedText(index, output, text.error, text.statistics, text.cancelled))
+            self._gone.append(FinishedText(index, output, text.error, text.statistics, text.cancelled, text.reused))
 
     def _end(
         self,

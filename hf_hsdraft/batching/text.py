@@ -20,6 +20,7 @@ from ..runtime.findings import Size, find_out
 from ..runtime.target_limits import furthest_read
 from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..verify.verdict import Verdict, Verifier
+from .prefix_cache import PrefixCache
 from .prepared import Prepared
 
 
@@ -28,16 +29,28 @@ class Reading:
     """A prompt that is read in parts, so that the other texts do not wait for all of it.
 
     Attributes:
-        read: number of tokens read so far.
+        read: number of tokens read so far, by this prompt or an earlier one.
+        reused: number of tokens that an earlier prompt read.
         taps: of each part, the hidden states `[1, n, taps * D]` that drafter and rule read.
     """
 
     prepared: Prepared
     taps_wanted: list[int]
+    prefixes: PrefixCache
     read: int = 0
+    reused: int = 0
     taps: list[torch.Tensor] = field(default_factory=list)
     runtime: TargetRuntime | None = None
     output: TargetOutput | None = None
+
+    def __post_init__(self) -> None:
+        kwargs, ids = self.prepared.model_kwargs, self.prepared.input_ids[0].tolist()
+        self._cache = copy.deepcopy(kwargs.get(CACHE))  # the request may yet be decoded alone, with its own
+        settings = sorted((name, each) for name, each in kwargs.items() if isinstance(each, bool | int | float | str))
+        self._kind, self._ids = (tuple(self.taps_wanted), *settings), ids
+        if self.prepared.config.prefill_chunk_size is None:
+            self.taps = self.prefixes.fill(self._kind, ids[:-1], self._cache)
+            self.read = self.reused = sum(each.shape[1] for each in self.taps)
 
     @property
     def left(self) -> int:
@@ -54,13 +67,17 @@ class Reading:
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][..., :end]
         config._mask_length = end
-        if self.runtime is not None:
-            kwargs[CACHE] = self.runtime.cache
+        kwargs[CACHE] = self._cache if self.runtime is None else self.runtime.cache
         self.runtime = TargetRuntime(prepared.target, self.taps_wanted, kwargs)
         with self.runtime.released_on_error():
             self.output = self.runtime.prefill(prepared.input_ids[:, :end], config)
         self.taps.append(self.output.taps)
         self.read = end
+
+    def remember(self) -> None:
+        """Lets later prompts begin with what has been read."""
+        assert self.runtime is not None
+        self.prefixes.keep(self._kind, self._ids, self.runtime.cache, torch.cat(self.taps, dim=1))
 
 
 class Text:
@@ -71,12 +88,13 @@ class Text:
         root: position of its last token.
         error: what its processors, criteria or streamer have raised; then it is not decoded further.
         cancelled: whether it is not wanted any more.
+        reused: number of tokens of its prompt that were not read again.
     """
 
     def __init__(self, reading: Reading, verifier: Verifier, seed: int) -> None:
         prepared, runtime, output = reading.prepared, reading.runtime, reading.output
         assert runtime is not None and output is not None
-        self.prepared, self.cancelled = prepared, False
+        self.prepared, self.cancelled, self.reused = prepared, False, reading.reused
         self.runtime: TargetRuntime | None = runtime
         self.error: Exception | None = None
         call, ids = prepared.call, prepared.input_ids

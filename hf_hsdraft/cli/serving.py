@@ -75,6 +75,9 @@ def serve(
     max_beams: Annotated[int, typer.Option(min=1, help="Maximum number of beams of a request.")] = 8,
     max_requests: Annotated[int, typer.Option(min=1, help="Maximum number of requests at a time.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests decoded together.")] = 8,
+    prefix_cache: Annotated[
+        int, typer.Option(min=0, help="Tokens of prompts kept for prompts that begin alike; 0 for none.")
+    ] = 4096,
     engine: Annotated[
         Engine, typer.Option(help="Engine that decodes; vllm starts vLLM's server.")
     ] = Engine.transformers,
@@ -136,6 +139,7 @@ def serve(
         api_key=api_key,
         client_templates=client_templates,
         max_batch_size=batch,
+        prefix_cache_tokens=prefix_cache,
     )
     server = Server(application, "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns at each request
@@ -146,7 +150,7 @@ def serve(
 
 
 _NOT_FOR_VLLM = ("allowed_host", "api_key", "client_templates", "max_body_mebibytes", "max_prompt", "prompt_seconds",
-                 "max_stops", "max_beams", "max_requests", "batch")  # fmt: skip
+                 "max_stops", "max_beams", "max_requests", "batch", "prefix_cache")  # fmt: skip
 
 
 def _become_vllm(context: typer.Context) -> NoReturn:

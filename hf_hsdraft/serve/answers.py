@@ -13,6 +13,7 @@ transformers' handlers make the answers of OpenAI's API. What happens before the
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteria
@@ -39,9 +40,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..generate.attachment import Attachment
 from ..runtime.prompt_inputs import end_tokens, room_left
+from .choices import TokenLogProbs, interleaved, joined
+from .grammars import constraining
 from .guards import RequestLimits, error_document
 from .metrics import AnswerClock, Metrics
-from .requests import Asked, refused
+from .requests import Asked, Chatting, refused
 from .together import Together
 
 
@@ -136,19 +139,25 @@ class Decoder:
     waiting: int = 0  # requests that have not been answered
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(lambda: max(self.waiting - self.running, 0), lambda: self.running, self.attachment)
+        waiting, running = lambda: max(self.waiting - self.running, 0), lambda: self.running
+        self.metrics = Metrics(waiting, running, lambda: self.reused_tokens, self.attachment)
 
     @property
     def running(self) -> int:
         """Number of requests that are decoded."""
         return min(self.waiting, 1) if self.together is None else self.together.batching.running
 
+    @property
+    def reused_tokens(self) -> int:
+        """Number of tokens of prompts that were not read again."""
+        return 0 if self.together is None else self.together.batching.reused_tokens
+
     def decode(self, answer: Answer, streamer: Any) -> Future[Any]:
         """Returns the future output of an answer's call."""
         if self.together is None:
             return self.thread.submit(answer.decode, streamer)
         try:
-            return self.together.submit(answer.call(streamer), answer.seed)
+            return self.together.submit(answer.call(streamer), answer.seed, answer.check)
         except Exception as error:
             failed = Future[Any]()
             failed.set_exception(error)
@@ -166,14 +175,15 @@ class Decoder:
         if len(stops) > limits.max_stops or any(len(stop) > limits.max_stop for stop in stops):
             most = f"at most {limits.max_stops} texts of {limits.max_stop} characters"
             raise refused("stop", f"`stop` is too long: expected {most}")
-        if self.waiting >= limits.max_requests:
+        if self.waiting + asked.choices > limits.max_requests:
             raise HTTPException(503, f"{self.waiting} requests are being answered: try again later")
 
     async def respond(
-        self, handler: Any, asked: Asked, ids: torch.Tensor, request: Request, **further: Any
+        self, handler: Any, asked: Asked, ids: torch.Tensor, request: Request, grammar: Any = None, **further: Any
     ) -> Response:
         """Answers a request with the prompt `ids` in the form of transformers' `handler`, which takes `further`.
 
+        A compiled `grammar` constrains the answers.
         Raises an HTTPException (400) if the prompt or a setting does not fit.
         """
         try:
@@ -182,31 +192,52 @@ class Decoder:
             raise refused("messages", str(error)) from None
         own = self.target.generation_config
         config = asked.config(own, room, self.limits.max_beams, self.target.get_input_embeddings().num_embeddings)
-        answer = Answer(self, asked, ids.to(self.target.device), config, request.receive)
+        ids = ids.to(self.target.device)
+        made = [Answer(self, asked, ids, copy.copy(config), request.receive) for _ in range(asked.choices)]
+        for index, answer in enumerate(made):
+            answer.seed = None if asked.seed is None else asked.seed + index
+            answer.processors += constraining(grammar)
         further |= {"request_id": request.state.name, "model": self.target, "model_id": self.name}
-        further |= {"processor": answer.tokenizer, "inputs": answer.inputs, "gen_config": config, "gen_manager": answer}
+        calls = [{**further, **answer.arguments} for answer in made]
+        logprobs = [answer.logprobs for answer in made]
+        several = len(made) > 1 or asked.top is not None
         if not asked.stream:
-            return await handler._non_streaming(**further)
-        response = handler._streaming(**further)
-        response.body_iterator = _with_documents(response.body_iterator, answer, asked.stream_end)
-        return response
+            try:
+                responses = await asyncio.gather(*(handler._non_streaming(**call) for call in calls))
+            finally:
+                for answer in made:  # if one has failed
+                    answer.cancel()
+            return JSONResponse(joined([each.body for each in responses], logprobs)) if several else responses[0]
+        responses = [handler._streaming(**call) for call in calls]
+        streams = [_with_documents(each.body_iterator, own) for each, own in zip(responses, made, strict=True)]
+        responses[0].body_iterator = _ended(interleaved(streams, logprobs) if several else streams[0], asked.stream_end)
+        return responses[0]
 
 
 class Answer(BaseStreamer):
     """Decodes one request: stands in for the generation manager of transformers' handlers, and streams the call."""
 
     def __init__(self, decoder: Decoder, asked: Asked, ids: torch.Tensor, config: Any, receive: Receive) -> None:
-        self._decoder, self._asked, self.config, self._receive = decoder, asked, config, receive
+        self._decoder, self.config, self._receive, self.seed = decoder, config, receive, asked.seed
         self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         stops = asked.stops()
         self.tokenizer = CutTokenizer(decoder.tokenizer, stops) if stops else decoder.tokenizer
         self._stops, self._watch = stops, StopWatch(decoder.tokenizer, stops)
+        ends, chat = end_tokens(decoder.target, config), isinstance(asked, Chatting)
+        of_tokens = decoder.tokenizer, asked.top, ids.shape[-1], ends, chat
+        self.logprobs = None if asked.top is None else TokenLogProbs(*of_tokens)
+        self.processors: list[Any] = [] if self.logprobs is None else [self.logprobs]
         self._streamer: Any = None
         self._new: list[int] = []
         self._clock = AnswerClock(decoder.metrics)
         self._cancelled = False
         self.failure = ""  # message of the error that ended a stream
         self.failed_status = 500
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What transformers' handlers take of it."""
+        return {"processor": self.tokenizer, "inputs": self.inputs, "gen_config": self.config, "gen_manager": self}
 
     def generate_streaming(
         self, *_: Any, response_parser: Any = None, **__: Any
@@ -273,17 +304,14 @@ class Answer(BaseStreamer):
         if self._decoder.stopped.is_set():
             raise HTTPException(503, "the server was stopped")
 
-    @property
-    def seed(self) -> int | None:
-        return self._asked.seed
-
     def call(self, streamer: Any) -> dict[str, Any]:
         """Returns the arguments of the target's `generate()`."""
         self.check()
         self._streamer = streamer
         ends = _Ends(self.check, self._watch, self.inputs["input_ids"].shape[-1])
         streaming = {} if self._has_beams else {"streamer": self}  # beams take none
-        return {**self.inputs, "generation_config": self.config, "stopping_criteria": [ends], **streaming}
+        rules = {"stopping_criteria": [ends], "logits_processor": self.processors}
+        return {**self.inputs, "generation_config": self.config, **rules, **streaming}
 
     def decode(self, streamer: Any) -> torch.Tensor:
         """Calls the target's `generate()`; runs on the decoding thread."""
@@ -306,9 +334,12 @@ class Answer(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         self.check()
+        tokens = value.flatten().tolist()
         if self._new:  # else it is the prompt
-            self._clock.note(value.numel())
-        self._new += value.flatten().tolist()
+            self._clock.note(len(tokens))
+            if self.logprobs is not None:
+                self.logprobs.note(tokens)
+        self._new += tokens
         if self._streamer is not None:
             self._streamer.put(value.cpu())
 
@@ -356,11 +387,16 @@ def told(error: Any) -> tuple[int, str, str | None]:
     return 500, f"{type(error).__name__}: {error}", None
 
 
-async def _with_documents(parts: AsyncIterator[str], answer: Answer, end: str) -> AsyncIterator[str]:
-    """Ends a stream as OpenAI's servers do. transformers puts an error's message alone where its object belongs."""
+async def _with_documents(parts: AsyncIterator[str], answer: Answer) -> AsyncIterator[str]:
+    """Reports errors as OpenAI's servers do. transformers puts an error's message alone where its object belongs."""
     async for part in parts:
         if answer.failure:
             document = json.dumps(error_document(answer.failed_status, answer.failure))
             part = part.replace(f'data: {{"error": "{answer.failure}"}}\n\n', f"data: {document}\n\n")
+        yield part
+
+
+async def _ended(parts: AsyncIterator[str], end: str) -> AsyncIterator[str]:
+    async for part in parts:
         yield part
     yield end

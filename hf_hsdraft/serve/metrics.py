@@ -21,11 +21,16 @@ class Metrics:
 
     Args:
         waiting, running: return the number of requests that wait, and of those that are decoded.
+        reused: returns the number of tokens of prompts that were not read again.
         attachment: what was drafted; None without a drafter.
     """
 
     def __init__(
-        self, waiting: Callable[[], int], running: Callable[[], int], attachment: Attachment | None = None
+        self,
+        waiting: Callable[[], int],
+        running: Callable[[], int],
+        reused: Callable[[], int],
+        attachment: Attachment | None = None,
     ) -> None:
         self._registry = own = CollectorRegistry()
         self.requests = Counter("hsdraft_requests", "Requests that are done, by outcome", ["outcome"], registry=own)
@@ -41,6 +46,8 @@ class Metrics:
         )
         Gauge("hsdraft_waiting", "Requests that wait", registry=own).set_function(waiting)
         Gauge("hsdraft_running", "Requests that are decoded", registry=own).set_function(running)
+        known = Gauge("hsdraft_reused_prompt_tokens", "Tokens of prompts that were not read again", registry=own)
+        known.set_function(reused)
         tau = Gauge("hsdraft_tau", "Tokens per target forward and row, bonus token included", registry=own)
         tau.set_function(lambda: attachment.statistics.tau if attachment is not None else 1.0)
 

@@ -33,6 +33,7 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {  # OpenAI's defaults, which are
 }  # fmt: skip
 _NO_SETTING = ("_from_model_config", "transformers_version", "max_length")  # of a generation config, ignored
 MOST_BIASED = 1024  # tokens of `logit_bias`
+MOST_CHOICES = 16
 
 
 def refused(param: str | None, message: str, status: int = 400) -> HTTPException:
@@ -230,6 +231,16 @@ class Asked(_Strict):
         """Maximum number of new tokens, `None` if the request does not say."""
         return getattr(self, self.limit_name)
 
+    @property
+    def choices(self) -> int:
+        """Number of answers."""
+        return getattr(self, "n", None) or 1
+
+    @property
+    def top(self) -> int | None:
+        """Number of most probable tokens to report at each place, `None` for no log-probabilities."""
+        return None
+
     def stops(self) -> list[str]:
         return list(getattr(self, "stop", None) or ())
 
@@ -249,6 +260,8 @@ class Asked(_Strict):
             config.do_sample = config.do_sample and self.temperature != 0
         if (config.num_beams or 1) > most_beams:
             raise refused("generation_config", f"`num_beams` is {config.num_beams}: expected at most {most_beams}")
+        if (config.num_beams or 1) > 1 and self.top is not None:
+            raise refused("logprobs", f"`logprobs` is not supported with beams, found `num_beams` {config.num_beams}")
         penalty, bias = (getattr(self, name, None) for name in ("frequency_penalty", "logit_bias"))
         told: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "max_new_tokens": self.limit}
         told["repetition_penalty"] = None if penalty is None else 1.0 + penalty
@@ -276,6 +289,7 @@ def _check_tokens(options: Mapping[str, Any], vocabulary: int, param: str = "gen
 _Penalty = Annotated[float, Field(gt=-1, le=2)] | None
 _Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 _Bias = Annotated[dict[_Id, Number], Field(max_length=MOST_BIASED)] | None
+_Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None
 _Stop = Annotated[list[Name], Field(fail_fast=True, min_length=1), _text_as(lambda text: [text])] | None
 
 
@@ -295,6 +309,24 @@ class Chatting(Asked):
         return ResponseHandler._normalize_tools([tool.model_dump() for tool in self.tools or ()]) or None
 
 
+class Schema(_Strict):
+    content: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    """Form of an answer: any text, a JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("expected `json_schema` with the type 'json_schema', and with no other")
+        return self
+
+
 class ChatRequest(Chatting):
     """`/v1/chat/completions`."""
 
@@ -305,10 +337,28 @@ class ChatRequest(Chatting):
     frequency_penalty: _Penalty = None
     logit_bias: _Bias = None
     stop: _Stop = None
+    n: _Choices = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def schema_text(self) -> str | None:
+        """JSON schema of the answer; None where any text may be the answer."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        return json.dumps({"type": "object"} if form.json_schema is None else form.json_schema.content)
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "`top_logprobs` needs `logprobs`: expected true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def chat(self) -> list[dict[str, Any]]:
         return [message.for_template() for message in self.messages]
@@ -322,6 +372,12 @@ class TextRequest(Asked):
     frequency_penalty: _Penalty = None
     logit_bias: _Bias = None
     stop: _Stop = None
+    n: _Choices = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | Literal[False] | None = None
+
+    @property
+    def top(self) -> int | None:
+        return None if self.logprobs is None or self.logprobs is False else self.logprobs
 
 
 class ResponsesRequest(Chatting):

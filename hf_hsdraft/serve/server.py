@@ -27,6 +27,7 @@ from ..batching.scheduler import ContinuousBatching
 from ..generate.attachment import Attachment
 from ..verify.registry import is_lossy
 from . import answers, requests
+from .grammars import Grammars
 from .guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits, error_response
 from .metrics import Metrics
 from .prompts import Prompts
@@ -46,18 +47,22 @@ def build_app(
     api_key: str = "",
     client_templates: bool = False,
     max_batch_size: int = 8,
+    prefix_cache_tokens: int = 4096,
 ) -> FastAPI:
     """Builds the application for `Server`: OpenAI's routes, `GET /health`, `GET /drafting` and `GET /metrics`.
 
     `name` is what clients call the model; without an `attachment` it decodes plainly, one request after another. With
-    one, up to `max_batch_size` requests are decoded together. Only requests for one of the `hosts` are answered, and
-    only with the `api_key` if there is one. `client_templates` allows clients to send a chat template.
+    one, up to `max_batch_size` requests are decoded together, and prompts that begin alike share what was read (see
+    `ContinuousBatching`). Only requests for one of the `hosts` are answered, and only with the `api_key` if there is
+    one. `client_templates` allows clients to send a chat template.
     """
     limits = limits or RequestLimits()
     decoder = answers.Decoder(target, tokenizer, name, limits, attachment=attachment)
     prompts = Prompts(tokenizer, limits, client_templates)
+    grammars = Grammars(target, tokenizer, limits.prompt_seconds)
     if attachment is not None and max_batch_size > 1:
-        make = functools.partial(ContinuousBatching, target, attachment.drafter, max_batch_size)
+        own = target, attachment.drafter, max_batch_size
+        make = functools.partial(ContinuousBatching, *own, prefix_cache_tokens=prefix_cache_tokens)
         decoder.together = Together(make, decoder.thread.submit, attachment)
     chat, text, responses = (kind(None, None) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler))
     app = FastAPI(title="hf_hsdraft", openapi_url=None)
@@ -66,7 +71,8 @@ def build_app(
     @app.post("/v1/chat/completions")
     async def chat_completions(asked: requests.ChatRequest, request: Request) -> Response:
         decoder.check(asked)
-        return await decoder.respond(chat, asked, await prompts.of_chat(asked), request, tools=asked.nested_tools())
+        ids, grammar = await prompts.of_chat(asked), await grammars.of(asked)
+        return await decoder.respond(chat, asked, ids, request, grammar, tools=asked.nested_tools())
 
     @app.post("/v1/completions")
     async def completions(asked: requests.TextRequest, request: Request) -> Response:

@@ -26,43 +26,62 @@ class Together:
     ) -> None:
         self._make, self._run, self._attachment = make, run, attachment
         self.batching = make()
-        self._new = deque[tuple[Mapping[str, Any], int | None, Future[Any]]]()
-        self._futures: dict[int, Future[Any]] = {}
+        self._new = deque[tuple[Mapping[str, Any], int | None, Callable[[], None], Future[Any]]]()
+        self._futures: dict[int, tuple[Future[Any], Callable[[], None]]] = {}
         self._counted = time.perf_counter()
 
-    def submit(self, arguments: Mapping[str, Any], seed: int | None) -> Future[Any]:
-        """Returns the future output of `generate()` with these arguments; see `ContinuousBatching.submit`."""
+    def submit(self, arguments: Mapping[str, Any], seed: int | None, check: Callable[[], None]) -> Future[Any]:
+        """Returns the future output of `generate()` with these arguments; see `ContinuousBatching.submit`.
+
+        `check` is called before every round, and ends the call by raising an error, also while it waits.
+        """
         future = Future[Any]()
-        self._new.append((arguments, seed, future))
+        self._new.append((arguments, seed, check, future))
         self._run(self._work)
         return future
 
     def _work(self) -> None:
         """Decodes until all is done; runs on the decoding thread."""
         self._counted = time.perf_counter()
-        while True:
-            while self._new:
-                arguments, seed, future = self._new.popleft()
-                if future.set_running_or_notify_cancel():
-                    self._futures[self.batching.submit(arguments, seed)] = future
-            if not self.batching.busy:
-                return
+        try:
+            while self._take_new() or self.batching.busy:
+                self._drop()
+                for done in self.batching.step():
+                    self._end(done)
+        except Exception as error:
+            futures, self._futures = self._futures, {}
+            for future, _ in futures.values():
+                future.set_exception(error)
+            self.batching = self._make()
+
+    def _take_new(self) -> bool:
+        """Submits what is new; returns whether there was something."""
+        found = False
+        while self._new:
+            arguments, seed, check, future = self._new.popleft()
+            if future.set_running_or_notify_cancel():
+                self._futures[self.batching.submit(arguments, seed)] = future, check
+                found = True
+        return found
+
+    def _drop(self) -> None:
+        """Ends calls that have to end."""
+        for index, (future, check) in list(self._futures.items()):
             try:
-                done = self.batching.step()
+                check()
             except Exception as error:
-                futures, self._futures, self.batching = self._futures, {}, self._make()
-                for future in futures.values():
-                    future.set_exception(error)
-                return
-            for each in done:
-                self._end(each)
+                self.batching.cancel(index)
+                del self._futures[index]
+                future.set_exception(error)
 
     def _end(self, done: FinishedText) -> None:
+        if done.index not in self._futures:  # it was dropped
+            return
         if done.statistics is not None and done.error is None:
             now = time.perf_counter()
             self._attachment.count(done.statistics, now - self._counted)
             self._counted = now
-        future = self._futures.pop(done.index)
+        future, _ = self._futures.pop(done.index)
         if done.error is None:
             future.set_result(done.output)
         else:

@@ -1,5 +1,7 @@
 """Texts that join and leave a running batch are what `generate()` gives each of them alone."""
 
+import asyncio
+import gc
 import random
 import traceback
 from collections.abc import Sequence
@@ -238,6 +240,7 @@ def test_what_cannot_share_forwards_is_decoded_alone(target: Any) -> None:
         padded,
         {"input_ids": ids, "output_hidden_states": True, "return_dict_in_generate": True},
         {"input_ids": ids},
+        {"input_ids": ids, "cache_implementation": "static", "disable_compile": True},
     ]
     batching = ContinuousBatching(target, make_drafter(target))
     for each in requests:
@@ -246,8 +249,8 @@ def test_what_cannot_share_forwards_is_decoded_alone(target: Any) -> None:
     found = {}
     while batching.busy:
         found.update({done.index: done for done in batching.step()})
-    assert sum(batching.alone.values()) == 4
-    for index in (0, 2, 3, 4):
+    assert sum(batching.alone.values()) == 5
+    for index in (0, 2, 3, 4, 5):
         options = {**requests[index], "max_new_tokens": 8}
         assert new_tokens(found[index].output, options) == new_tokens(alone(target, options), options)
     assert found[1].output.shape == (2, 17)
@@ -334,3 +337,137 @@ def test_nothing_is_left_of_requests_that_are_done(target: Any) -> None:
     while batching.busy:
         batching.step()
     assert max(slots) <= 4 * 24 and batching.cache_tokens == 0
+
+
+@pytest.mark.slow
+def test_nothing_grows_over_many_requests(target: Any) -> None:
+    """Neither objects nor tensors, with a drafter that holds states of its own and prompts that begin alike."""
+    batching, rng = ContinuousBatching(target, make_drafter(target), 4, 16, prefix_cache_tokens=200), random.Random(0)
+
+    def held_after(count: int) -> tuple[int, int]:
+        """Objects, and numbers in tensors, after so many requests, while a batch still runs."""
+        for _ in range(count):
+            ids = [*range(10, 10 + rng.choice([0, 12])), *(rng.randrange(6, VOCAB) for _ in range(rng.randrange(1, 9)))]
+            draws = {"do_sample": True} if rng.random() < 0.3 else {}
+            batching.submit({"input_ids": torch.tensor([ids]), "max_new_tokens": rng.randrange(1, 8), **draws}, 0)
+            while len(batching._waiting) > 8:
+                batching.step()
+        while batching._waiting:
+            batching.step()
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        return len(gc.get_objects()), sum(each.numel() for each in tensors)
+
+    held_after(100)
+    before, after = held_after(100), held_after(400)
+    assert after[0] < before[0] + 1500 and after[1] < 1.2 * before[1]
+    assert batching._prefixes.size <= 200 and batching.reused_tokens > 0 and not batching._gone
+
+
+class Counts(LogitsProcessor):
+    """Forbids another token at each call, whatever the text."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores.index_fill(1, torch.arange(self.calls % 3, VOCAB, 3), -torch.inf)
+
+
+def test_texts_with_a_processor_in_common_are_those_of_calls_in_order(target: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 8} for index in range(4)]
+    processor = Counts()
+    plain = [target.generate(**each, logits_processor=[processor]) for each in requests]
+    found = generate_many(target, requests, CachebackDrafter(), logits_processor=[Counts()])
+    for done in found:
+        assert done.output.tolist() == plain[done.index].tolist()
+
+
+def test_a_round_that_fails_ends_its_texts_alone(target: Any, monkeypatch: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 20} for index in range(5)]
+    drafter = knowing(target, requests)
+    batching = ContinuousBatching(target, drafter, 2)
+    for each in requests:
+        batching.submit(each)
+    batching.step()
+    closed = list[bool]()
+    batching._running.drafting._call.stack.callback(lambda: closed.append(True))
+
+    def fails(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("of this round")
+
+    monkeypatch.setattr(KnowingSession, "draft", fails)
+    found = {}
+    while batching.busy:
+        found.update({done.index: done for done in batching.step()})
+    assert [str(found[index].error) for index in (0, 1)] == ["of this round"] * 2 and closed == [True]
+    for index in (2, 3, 4):
+        assert new_tokens(found[index].output, requests[index]) == new_tokens(
+            alone(target, requests[index]), requests[index]
+        )
+
+
+def test_an_iterator_that_is_left_early_frees_the_batch(target: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 4 + index} for index in range(4)]
+    running = generate_many(target, requests, CachebackDrafter(), max_batch_size=2)
+    batching = running._batching
+    next(running)
+    assert batching.cache_tokens > 0
+    running.close()
+    assert batching.cache_tokens == 0 and list(running) == []
+
+
+def test_an_event_loop_runs_between_rounds(target: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 4 + index} for index in range(4)]
+    turns = []
+
+    async def turn() -> None:
+        while True:
+            turns.append(0)
+            await asyncio.sleep(0)
+
+    async def decoded(most: int) -> list[Any]:
+        other, found = asyncio.create_task(turn()), []
+        running = generate_many(target, requests, CachebackDrafter(), max_batch_size=2)
+        async for done in running:
+            found.append(done)
+            if len(found) == most:
+                break
+        other.cancel()
+        return found
+
+    for done in asyncio.run(decoded(4)):
+        assert done.output.tolist() == alone(target, requests[done.index]).tolist()
+    assert len(turns) > 4 and len(asyncio.run(decoded(1))) == 1
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(decoded(5), 0.001))
+
+
+def test_an_error_at_the_end_of_a_text_is_its_own(target: Any, monkeypatch: Any) -> None:
+    class FailsAtTheEnd(Listens):
+        def end(self) -> None:
+            raise RuntimeError("at the end")
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("as an output")
+
+    monkeypatch.setattr("hf_hsdraft.batching.text.as_output", fails)
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 6} for index in range(3)]
+    given = [{**requests[0], "streamer": FailsAtTheEnd()}, {**requests[1], "return_dict_in_generate": True}]
+    found = decoded_at_random(ContinuousBatching(target, CachebackDrafter(), 3), [*given, requests[2]], 1)
+    assert [str(found[index].error) for index in (0, 1)] == ["at the end", "as an output"]
+    assert found[2].output.tolist() == target.generate(**requests[2]).tolist()
+
+
+def test_further_inputs_are_decoded_alone_before_they_are_read() -> None:
+    target = model_of("gpt2", n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    ids = torch.randint(6, VOCAB, (1, 12), generator=torch.Generator().manual_seed(3))
+    request = {"input_ids": ids, "token_type_ids": ids.flip(1) % 7, "max_new_tokens": 8}
+    batching = ContinuousBatching(target, CachebackDrafter(), chunk_size=4)
+    batching.submit(request)
+    [done] = batching.step()
+    assert done.output.tolist() == target.generate(**request).tolist() and list(batching.alone) == [
+        "it has further inputs"
+    ]

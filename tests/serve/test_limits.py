@@ -118,7 +118,7 @@ WRONG = [
     ("chat", {"logit_bias": {"7": "much"}}, "logit_bias.7"),
     ("chat", {"logit_bias": {"123456": 1}}, "logit_bias"),
     ("chat", {"logit_bias": {str(token): 1 for token in range(1100)}}, "logit_bias"),
-    ("chat", {"n": 2}, "n"),
+    ("chat", {"n": 0}, "n"),
     ("chat", {"generation_config": "{"}, "generation_config"),
     ("chat", {"generation_config": '{"num_beams": 1000}'}, "generation_config"),
     ("chat", {"generation_config": '{"num_return_sequences": 9}'}, "generation_config.num_return_sequences"),

@@ -5,8 +5,13 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from conftest import make_drafter, make_target
 from serve_helpers import WINDOW, serving
+
+from hf_hsdraft import attach
+from hf_hsdraft.batching.scheduler import ContinuousBatching
+from hf_hsdraft.serve.together import Together
 
 WORDS = [f"w{index} w{index + 7} w{3 * index % 50}" for index in range(12)]
 
@@ -55,12 +60,69 @@ def test_a_seed_gives_the_same_answer_beside_others(served):
 
 
 def test_metrics_count_requests_and_tokens(served):
+    text = "w1 w2 w3 w4 w5 w6 w7 w8 w9 w10 w11"
+    first = served.ask(f"{text} w12", max_tokens=5).usage.prompt_tokens
+    served.drafting(1)
     before = metrics(served)
-    served.ask(WORDS[0], max_tokens=20)
+    served.ask(f"{text} w13", max_tokens=20)
     served.drafting(1)
     after = metrics(served)
     done = 'hsdraft_requests_total{outcome="done"}'
     assert after[done] - before.get(done, 0) == 1
     assert after["hsdraft_tokens_total"] - before["hsdraft_tokens_total"] == 20
     assert after["hsdraft_first_token_seconds_count"] - before["hsdraft_first_token_seconds_count"] == 1
+    reused = after["hsdraft_reused_prompt_tokens"] - before["hsdraft_reused_prompt_tokens"]
+    assert 11 <= reused < first
     assert after["hsdraft_waiting"] == after["hsdraft_running"] == 0 and after["hsdraft_tau"] >= 1
+
+
+class Left(Exception):
+    """A client has left."""
+
+
+@pytest.fixture
+def by_hand():
+    """A batch of two texts, of which none is decoded before the returned list of work is called."""
+    target, work = make_target(), []
+    attachment = attach(target, make_drafter(target))
+
+    def make() -> ContinuousBatching:
+        return ContinuousBatching(target, attachment.drafter, 2, chunk_size=4)
+
+    yield Together(make, work.append, attachment), work
+    attachment.detach()
+
+
+def call_of(length: int, token: int = 7) -> dict:
+    return {"input_ids": torch.full((1, length), token), "max_new_tokens": 6}
+
+
+def test_a_call_ends_while_its_prompt_is_read_or_waits(by_hand):
+    together, work = by_hand
+    rounds = []
+
+    def leaves() -> None:
+        rounds.append(0)
+        if len(rounds) > 3:
+            raise Left
+
+    long, waiting = together.submit(call_of(200), 0, leaves), together.submit(call_of(9, 8), 0, leaves)
+    other, dropped = together.submit(call_of(5, 9), 0, int), together.submit(call_of(5, 10), 0, int)
+    dropped.cancel()
+    work[0]()
+    assert isinstance(long.exception(1), Left) and isinstance(waiting.exception(1), Left) and len(rounds) < 8
+    assert other.result(1).shape == (1, 11) and not together.batching.busy and together.batching.statistics.new_tokens
+
+
+def test_every_call_has_an_answer_or_an_error_where_decoding_fails(by_hand, monkeypatch):
+    together, work = by_hand
+    first = [together.submit(call_of(5, 7 + index), 0, int) for index in range(3)]
+    with monkeypatch.context() as patched:
+        patched.setattr(ContinuousBatching, "step", lambda self: 1 / 0)
+        patched.setattr(together, "_make", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            work[0]()
+    assert all(isinstance(future.exception(1), ZeroDivisionError) for future in first)
+    later = together.submit(call_of(5), 0, int)
+    work[-1]()
+    assert later.result(1).shape == (1, 11)
