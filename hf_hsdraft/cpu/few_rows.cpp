@@ -437,6 +437,7 @@ at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::
 
 #include "few_queries.h"
 #include "decoder.h"
+#include "drafts.h"
 
 }  // namespace
 
@@ -453,12 +454,25 @@ at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::
     library.def(                                                                                                \
         "decode(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor?[] parts, Tensor[] rooms, int length,"    \
         " int[] formats, int[] form, float[] scales) -> Tensor[]");                                              \
+    library.def(                                                                                                \
+        "roll_out(Tensor taps, Tensor embeds, Tensor positions, Tensor frequencies, Tensor?[] parts,"            \
+        " Tensor[] rooms, int length, int ahead, int window, int[] formats, int[] form, float eps) -> Tensor");  \
+    library.def(                                                                                                \
+        "search(Tensor logits, Tensor projected, Tensor paths, bool rootless, Tensor roots, Tensor vocab_ids,"   \
+        " Tensor table, Tensor up, Tensor?[] parts, int[] formats, int[] sizes, float eps, float temperature)"   \
+        " -> (Tensor, int[])");                                                                                 \
   }                                                                                                             \
   TORCH_LIBRARY_IMPL(name, CPU, library) {                                                                      \
     library.impl("product", &product);                                                                          \
     library.impl("blocks_of", &blocks_of);                                                                      \
     library.impl("attend", &attend);                                                                            \
     library.impl("decode", &decode);                                                                            \
+    library.impl("roll_out", &roll_out);                                                                        \
+    library.impl("search", &search);                                                                            \
   }                                                                                                             \
-  TORCH_LIBRARY_IMPL(name, MkldnnCPU, library) { library.impl("decode", &decode); /* of torch's packed copies */ }
+  TORCH_LIBRARY_IMPL(name, MkldnnCPU, library) { /* of torch's packed copies */                                  \
+    library.impl("decode", &decode);                                                                            \
+    library.impl("roll_out", &roll_out);                                                                        \
+    library.impl("search", &search);                                                                            \
+  }
 DEFINE(HSDRAFT_LIBRARY)
