@@ -175,21 +175,26 @@ template <typename T>
 struct Columns {
   static constexpr int64_t kEach = 4 / sizeof(T);  // numbers that are multiplied at once
   std::vector<int64_t> ids;  // the last one again up to a multiple of 16
-  int64_t count, words;
+  int64_t count, words = 0;
   std::vector<uint32_t> panel;
 
-  Columns(const T* logits, int64_t depth, int64_t all, int64_t most) {
+  // The `most` columns with the highest logit at any depth, by its first 16 bits.
+  Columns(const T* logits, int64_t depth, int64_t all, int64_t most) : count(most) {
     std::vector<float> highest(all);
     highest_of(logits, depth, all, highest.data());
-    float least = -std::numeric_limits<float>::infinity();
-    if (most < all) {
-      std::vector<float> sorted = highest;
-      std::nth_element(sorted.begin(), sorted.begin() + (most - 1), sorted.end(), std::greater<float>());
-      least = sorted[most - 1];
+    std::vector<uint16_t> keys(all);
+    std::vector<int64_t> counts(1 << 16);
+    for (int64_t at = 0; at < all; ++at) {
+      uint32_t bits;
+      std::memcpy(&bits, &highest[at], 4);
+      keys[at] = (bits >> 31 ? ~bits : bits | 1u << 31) >> 16;
+      ++counts[keys[at]];
     }
-    for (int64_t at = 0; at < all && static_cast<int64_t>(ids.size()) < most; ++at)
-      if (!(highest[at] < least)) ids.push_back(at);
-    count = ids.size();
+    int least = counts.size() - 1;
+    int64_t left = most;  // of the least ones
+    for (; counts[least] < left; --least) left -= counts[least];
+    for (int64_t at = 0; at < all; ++at)
+      if (keys[at] > least || (keys[at] == least && left-- > 0)) ids.push_back(at);
     ids.resize((count + 15) / 16 * 16, ids.back());
   }
 
