@@ -54,7 +54,9 @@ def pairs_of(drafter, begin: int, count: int):
 
 def are_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
     error = (found.float() - expected.float()).norm() / expected.float().norm()
-    return found.shape == expected.shape and bool(error < (1e-5 if (dtype or expected.dtype) == torch.float32 else 0.06))
+    return found.shape == expected.shape and bool(
+        error < (1e-5 if (dtype or expected.dtype) == torch.float32 else 0.06)
+    )
 
 
 @torch.no_grad()

@@ -42,6 +42,8 @@ class _Operands:
         copies = [operand for operand in found if operand is not None]
         if len(copies) < len(found):
             raise TypeError("a product is more than its weight, or has no copy")
+        if not all(product.bias is None or any(product.bias is bias for bias in biases) for product in products):
+            raise TypeError("a product has a bias")
         weights = [None if norm is None else norm.weight.flatten() for norm in norms]
         sides = [copy for copy, _, _ in copies], [scales for _, scales, _ in copies]
         return cls([*weights, *sides[0], *sides[1], *biases], [form for _, _, form in copies])
@@ -133,15 +135,16 @@ class SearchingOperator:
     def of(cls, injector: Injector) -> SearchingOperator | None:
         if KERNEL.operators() is None or type(injector) is not PathInjector:
             return None
-        norm, up = injector.token_norm, injector.up
-        products: list[Any] = [injector.token_proj, injector.update, injector.state_proj, injector.down]
-        if not isinstance(up, Product) or up.weight.shape[1] % 32 or not isinstance(norm, Norm):
-            return None
+        norm, up, update = injector.token_norm, injector.up, injector.update
+        products: list[Any] = [injector.token_proj, update, injector.state_proj, injector.down]
         try:
-            operands = _Operands.of([norm], products, [products[1].bias])
+            operands = _Operands.of([norm], products, [update.bias])
         except TypeError:
             return None
-        return cls(injector, operands, norm.eps)
+        weights = [norm.weight, up.weight, *(product.weight for product in products)]
+        same = isinstance(up, Product) and len({weight.dtype for weight in weights}) == 1
+        fit = not (up.weight.shape[1] % 32 or update.weight.shape[0] % 32 or norm.weight.numel() % 16)
+        return cls(injector, operands, norm.eps) if same and fit else None
 
     def __call__(
         self,
@@ -158,6 +161,8 @@ class SearchingOperator:
         if operators is None or torch.compiler.is_compiling() or weights.table is None or limits.tree_size < 1:
             return None
         if not dtype == weights.table.dtype == projected.dtype == self.injector.up.weight.dtype:
+            return None
+        if not weights.table.is_contiguous():
             return None
         size = self.injector.update.weight.shape[1] // 2
         paths = logits.new_zeros(texts, size) if since is None else since[:, 0, size:].contiguous()

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...core.tensors import RMSNorm, is_unhooked
 from ...cpu.products import NormedProduct, Product, are_rounded, are_weights, joined
+from ...cpu.small_weights import KERNEL
 from .draft_operators import RollingOperator, SearchingOperator
 from .network import INJECTORS, HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep, Injector, WorkingWeights
 
@@ -108,7 +109,7 @@ def _stamp(drafter: HSDraftNetwork, tensors: Sequence[torch.Tensor]) -> tuple[An
     """What shows a change without reading values. Inference tensors have no write counter."""
     ids = drafter.config.draft_vocab_ids
     seen = [(t.data_ptr(), 0 if t.is_inference() else t._version, t.shape, t.dtype, t.device) for t in tensors]
-    return are_rounded(), ids if ids is None else tuple(ids), seen
+    return are_rounded(), KERNEL.operators() is not None, ids if ids is None else tuple(ids), seen
 
 
 # Modules of a plain drafter; others may change without a change of parameters.
