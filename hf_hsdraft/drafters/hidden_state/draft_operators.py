@@ -35,7 +35,7 @@ class _Operands:
 
     @classmethod
     def of(cls, norms: Sequence[Any], products: Sequence[Any], biases: Sequence[torch.Tensor | None] = ()) -> _Operands:
-        """Weights of norms, copies of weights, their scales, and biases. Raises a TypeError where some are not plain."""
+        """Norms, copies and scales of products, and biases. Raises a TypeError where some are not plain."""
         if not all(norm is None or isinstance(norm, Norm | NormedProduct) for norm in norms):
             raise TypeError("a norm is more than its weight")
         found = [product.operand if isinstance(product, Product) else None for product in products]
