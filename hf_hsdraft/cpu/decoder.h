@@ -114,6 +114,33 @@ void by_rows(int64_t rows, int64_t size, const Each& each) {
   });
 }
 
+// x W^T + b, by a copy of one of the formats, or by torch's packed copy.
+at::Tensor multiplied(const at::Tensor& x, const Maybe& copy, const Maybe& scales, const Maybe& bias, int64_t format) {
+  TORCH_CHECK(copy, "expected a weight");
+  if (format >= 0) return ::product(x, *copy, scales, bias, copy->size(0) * kOutputs, format, true);
+  using Packed = at::Tensor(const at::Tensor&, const at::Tensor&, const Maybe&, std::string_view,
+                            c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
+  static const auto packed =
+      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Packed>();
+  return packed.call(x, *copy, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+}
+
+// Norms of vectors of `size`; where these are parts of longer ones, the weights are of all parts.
+template <typename T>
+at::Tensor normed(const at::Tensor& x, const Maybe& weight, int64_t size, double eps, bool from_zero) {
+  TORCH_CHECK(weight && weight->is_contiguous() && weight->scalar_type() == x.scalar_type() && x.is_contiguous() &&
+                  size > 0 && size % 16 == 0 && weight->numel() == x.size(-1) && x.size(-1) % size == 0,
+              "not of this norm");
+  at::Tensor to = at::empty(x.sizes(), x.options());
+  const int64_t parts = x.size(-1) / size;
+  const T *from = read<T>(x), *weights = read<T>(*weight);
+  T* y = written<T>(to);
+  by_rows(x.numel() / size, size, [&](int64_t row) {
+    norm_row(from + row * size, weights + row % parts * size, y + row * size, size, eps, from_zero);
+  });
+  return to;
+}
+
 // The parts of one layer, and what it does to hidden states `[B, n, size]`.
 template <typename T>
 struct Layer {
@@ -126,30 +153,16 @@ struct Layer {
     for (int linear = kFirstBias[place]; linear < kFirstBias[place + 1]; ++linear)
       if (const Maybe& bias = parts[kNorms + 2 * kProducts + linear]) biases.push_back(*bias);
     const Maybe bias = biases.empty() ? Maybe() : biases.size() == 1 ? biases[0] : at::cat(biases);
-    const at::Tensor& copy = *parts[kNorms + place];
-    const int64_t format = formats[place];
-    if (format >= 0)
-      return ::product(x, copy, parts[kNorms + kProducts + place], bias, copy.size(0) * kOutputs, format, true);
-    using Packed = at::Tensor(const at::Tensor&, const at::Tensor&, const Maybe&, std::string_view,
-                              c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
-    static const auto packed =
-        c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").template typed<Packed>();
-    return packed.call(x, copy, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+    return multiplied(x, parts[kNorms + place], parts[kNorms + kProducts + place], bias, formats[place]);
   }
 
   at::Tensor norm(Norm part, const at::Tensor& x) const {
-    const int64_t size = x.size(-1);
-    at::Tensor to = at::empty(x.sizes(), x.options());
-    const T *from = read<T>(x), *weight = read<T>(*parts[part]);
-    T* y = written<T>(to);
-    by_rows(x.numel() / size, size, [&](int64_t row) {
-      norm_row(from + row * size, weight, y + row * size, size, form.eps, form.from_zero);
-    });
-    return to;
+    return normed<T>(x, parts[part], x.size(-1), form.eps, form.from_zero);
   }
 
   // `x` plus what the layer has made of it.
   at::Tensor added(const at::Tensor& x, at::Tensor made, Norm after) const {
+    TORCH_CHECK(made.sizes() == x.sizes(), "not of this layer");
     if (parts[after]) made = norm(after, made);
     const int64_t size = x.size(-1);
     at::Tensor to = at::empty(x.sizes(), x.options());
@@ -200,12 +213,14 @@ struct Layer {
   at::Tensor operator()(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const Maybe& mask,
                         const at::Tensor& key_room, const at::Tensor& value_room, int64_t length) const {
     const at::Tensor joint = product(kIn, norm(kBefore, x));
+    TORCH_CHECK(joint.size(2) == (form.heads + 2 * form.key_heads) * form.size, "not of this layer");
     enter(joint, cos, sin, key_room, value_room, length);
     const int64_t all = length + x.size(1);
     const at::Tensor mixed = attended(joint, key_room.narrow(2, 0, all), value_room.narrow(2, 0, all), mask);
     const at::Tensor middle = added(x, product(kOut, mixed), kAfter);
     const at::Tensor both = product(kUp, norm(kMiddle, middle));
     const int64_t inner = both.size(-1) / 2;
+    TORCH_CHECK(both.size(-1) % 32 == 0, "not of this layer");
     at::Tensor active = at::empty({x.size(0), x.size(1), inner}, x.options());
     const T* from = read<T>(both);
     T* to = written<T>(active);

@@ -26,7 +26,8 @@
 #endif
 
 #define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,fma")))
-#define TILES __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,fma,amx-tile,amx-bf16")))
+#define TILES \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,f16c,fma,amx-tile,amx-bf16")))
 #define INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -201,6 +202,47 @@ void wide(const Task& task, int64_t begin, int64_t end) {
       wide_rows<F, Half, most>(task, row, std::min(each, task.rows - row), group);
 }
 
+// The low and the high bytes of 0 to 127 as bfloat16.
+struct Tables {
+  alignas(64) uint8_t low[128], high[128];
+
+  Tables() {
+    for (int i = 0; i < 128; ++i) {
+      const float number = i;
+      uint32_t bits;
+      std::memcpy(&bits, &number, 4);
+      low[i] = bits >> 16, high[i] = bits >> 24;
+    }
+  }
+};
+
+TILES INLINE __m512i picked(const uint8_t* table, __m512i places) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(table), places, _mm512_load_si512(table + 64));
+}
+
+// 64 numbers of 8 bits as bfloat16, by tables: conversions are twice as many instructions.
+TILES INLINE void looked_up(const uint8_t* numbers, const Tables& tables, __m512bh* to) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // as halves of 128 bits are joined below
+  const __m512i found = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(numbers)), size = _mm512_abs_epi8(found);
+  const __m512i low = picked(tables.low, size), sign = _mm512_set1_epi8(-128);
+  __m512i high = _mm512_ternarylogic_epi64(picked(tables.high, size), found, sign, 0xf8);  // or with its sign
+  high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(size), _mm512_set1_epi8(-61));  // -128 is 0xc300
+  to[0] = (__m512bh)_mm512_unpacklo_epi8(low, high), to[1] = (__m512bh)_mm512_unpackhi_epi8(low, high);
+}
+
+// A block as bfloat16.
+template <int64_t F>
+TILES INLINE void in_tile(const uint8_t* block, const Tables& tables, __m512bh* to) {
+  for (int line = 0; line < kSizes[F]; line += 64) _mm_prefetch(block + 8 * kSizes[F] + line, _MM_HINT_T0);
+  const Scales scales = scales_of<F>(block);
+#pragma GCC unroll 16
+  for (int pair = 0; pair < kPairs; ++pair)
+    if constexpr (F != kInt8)
+      to[pair] = in_bfloat16<F>(block, scales, pair);
+    else if (pair % 2 == 0)
+      looked_up(block + 32 * pair, tables, to + pair);
+}
+
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
@@ -221,16 +263,15 @@ TILES void tiles(const Task& task, int64_t begin, int64_t end) {
   alignas(64) __m512bh weights[2][kPairs];
   alignas(64) float sums[kMostRows][kOutputs];
   const int64_t stride = 2 * task.inputs;
+  static const Tables tables;
   for (int64_t group = begin; group < end; ++group) {
     const uint8_t* block = task.blocks + group * parts * kSizes[F];
     const uint16_t* x = static_cast<const uint16_t*>(task.x);
     _tile_zero(0);
     if (Two) _tile_zero(1);
-    for (int64_t part = 0; part < parts; ++part, block += kSizes[F], x += kInputs) {
-      for (int line = 0; line < kSizes[F]; line += 64) _mm_prefetch(block + 4 * kSizes[F] + line, _MM_HINT_T0);
-      const Scales scales = scales_of<F>(block);
-#pragma GCC unroll 16
-      for (int pair = 0; pair < kPairs; ++pair) weights[part % 2][pair] = in_bfloat16<F>(block, scales, pair);
+    in_tile<F>(block, tables, weights[0]);
+    for (int64_t part = 0; part < parts; ++part, x += kInputs) {  // the next block is unpacked before this one is read
+      if (part + 1 < parts) in_tile<F>(block += kSizes[F], tables, weights[(part + 1) % 2]);
       _tile_loadd(4, weights[part % 2], 64);
       _tile_loadd(2, x, stride);
       _tile_dpbf16ps(0, 2, 4);
@@ -259,6 +300,7 @@ bool has_tiles() {
 #if defined(__linux__)
   constexpr int request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM
   static const bool found = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                            __builtin_cpu_supports("avx512vbmi") &&
                             syscall(SYS_arch_prctl, request, tile_data) == 0;
   return found;
 #else
@@ -437,6 +479,7 @@ at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::
 
 #include "few_queries.h"
 #include "decoder.h"
+#include "drafts.h"
 
 }  // namespace
 
@@ -453,12 +496,25 @@ at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::
     library.def(                                                                                                \
         "decode(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor?[] parts, Tensor[] rooms, int length,"    \
         " int[] formats, int[] form, float[] scales) -> Tensor[]");                                              \
+    library.def(                                                                                                \
+        "roll_out(Tensor taps, Tensor embeds, Tensor positions, Tensor frequencies, Tensor?[] parts,"            \
+        " Tensor[] rooms, int length, int ahead, int window, int[] formats, int[] form, float eps) -> Tensor");  \
+    library.def(                                                                                                \
+        "search(Tensor logits, Tensor projected, Tensor paths, bool rootless, Tensor roots, Tensor vocab_ids,"   \
+        " Tensor table, Tensor up, Tensor?[] parts, int[] formats, int[] sizes, float eps, float temperature)"   \
+        " -> (Tensor, int[])");                                                                                 \
   }                                                                                                             \
   TORCH_LIBRARY_IMPL(name, CPU, library) {                                                                      \
     library.impl("product", &product);                                                                          \
     library.impl("blocks_of", &blocks_of);                                                                      \
     library.impl("attend", &attend);                                                                            \
     library.impl("decode", &decode);                                                                            \
+    library.impl("roll_out", &roll_out);                                                                        \
+    library.impl("search", &search);                                                                            \
   }                                                                                                             \
-  TORCH_LIBRARY_IMPL(name, MkldnnCPU, library) { library.impl("decode", &decode); /* of torch's packed copies */ }
+  TORCH_LIBRARY_IMPL(name, MkldnnCPU, library) { /* of torch's packed copies */                                  \
+    library.impl("decode", &decode);                                                                            \
+    library.impl("roll_out", &roll_out);                                                                        \
+    library.impl("search", &search);                                                                            \
+  }
 DEFINE(HSDRAFT_LIBRARY)

@@ -176,6 +176,12 @@ class PackedWeight:
         """The copy, if it has been made."""
         return self._copy
 
+    def made_copy(self) -> _Copy | None:
+        """The copy, which is made now if it has not been; `None` without room."""
+        if not self.made:
+            self._make()
+        return self._copy
+
     def holds(self, *weights: torch.Tensor) -> bool:
         """Whether the copy still matches the weights, compared by value to detect writes to `.data`."""
         if self._failed or _stamps_of(weights) != self._stamps:

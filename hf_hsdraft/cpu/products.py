@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -49,39 +48,47 @@ class Product:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight, self._bias = weight.detach(), None if bias is None else bias.detach()
-        self._small = _in_8_bits(self._weight)
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self._small = _in_8_bits(self.weight)
         self._few = TUNING.rows_in_8_bits if weight.numel() < TUNING.large_weight else TUNING.large_rows_in_8_bits
         self._by_kernel = None if self._small is None else _for_kernel(*self._small)
         if self._by_kernel is not None and self._by_kernel.has_tiles:
             self._few = TUNING.small_rows
-        small = self._weight.numel() * self._weight.element_size() <= TUNING.product_bytes
-        self._packed = PackedWeight(self._weight) if _rounding.get() and small and has_kernel(self._weight) else None
+        small = self.weight.numel() * self.weight.element_size() <= TUNING.product_bytes
+        self._packed = PackedWeight(self.weight) if _rounding.get() and small and has_kernel(self.weight) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = _rows(x)
         if self._small is not None and 0 < rows <= (self._few if self._packed else TUNING.rows_in_8_bits):
-            if self._by_kernel is not None and x.dtype == self._weight.dtype and not torch.compiler.is_compiling():
-                return self._by_kernel(x, self._bias)
+            if self._by_kernel is not None and x.dtype == self.weight.dtype and not torch.compiler.is_compiling():
+                return self._by_kernel(x, self.bias)
             y = _times_8_bits(x, *self._small)
-            return y if self._bias is None else y + self._bias
+            return y if self.bias is None else y + self.bias
         if self._packed is not None and 0 < rows <= TUNING.product_rows and self._is_plain(x):
-            return self._packed(x, self._bias)
-        return F.linear(x, self._weight, self._bias)
+            return self._packed(x, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    @property
+    def operand(self) -> tuple[torch.Tensor, torch.Tensor | None, int] | None:
+        """A copy of the weight, its scales and its format, as operators of the kernel take them, if there is one."""
+        copy = self._by_kernel or (None if self._packed is None else self._packed.made_copy())
+        if isinstance(copy, SmallCopy):
+            return copy.blocks, copy.scales, copy.format
+        return None if copy is None else (copy, None, -1)
 
     def _is_plain(self, x: torch.Tensor) -> bool:
         """Whether this is not compiled, differentiated or autocast."""
         differentiated = torch.is_grad_enabled() and x.requires_grad
         if torch.compiler.is_compiling() or differentiated or torch.is_autocast_enabled("cpu"):
             return False
-        return x.dtype == self._weight.dtype
+        return x.dtype == self.weight.dtype
 
     def of(self, outputs: torch.Tensor) -> Transform:
         """The product for some outputs, `[n]`, int64, without bias; for any number of rows."""
         # A beam's rows are multiplied faster by the weights where there are kernels for their dtype. And a compiler
         # takes constant 8-bit weights only.
         if self._small is None or self._packed is not None or torch.compiler.is_compiling():
-            weight = self._weight.index_select(0, outputs)
+            weight = self.weight.index_select(0, outputs)
             return lambda x: F.linear(x, weight)
         weight, scales = (part.index_select(0, outputs) for part in self._small)
         return lambda x: _times_8_bits(x, weight, scales)
@@ -122,51 +129,27 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
     return small, scales
 
 
-class _Levelled:
-    """Divides vectors in the last axis by their root mean square. On CPUs, results lack a `factor`.
-
-    `F.rms_norm` is eight operators there, each of which costs more to start than to run, and this is three. It rounds
-    the length of a vector to its dtype, which scales a vector of drafts by half a unit of the last place. In float16,
-    lengths would overflow.
-    """
-
-    def __init__(self, weight: torch.Tensor, size: int, eps: float) -> None:
-        self._shape, self._eps = (size,), eps
-        self._quick = weight.device.type == "cpu" and weight.dtype != torch.float16
-        self._least = weight.new_tensor(math.sqrt(size * eps))  # the other side of a right angle
-        self.factor = math.sqrt(size) if self._quick else 1.0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._quick:
-            return F.rms_norm(x, self._shape, None, self._eps)
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._least)
-
-
 class Norm:
     """A module's root-mean-square norm, without the module."""
 
     def __init__(self, norm: RMSNorm) -> None:
-        weight = norm.weight.detach()
-        self._levelled = _Levelled(weight, weight.numel(), norm.eps)
-        self._weight = (weight.float() * self._levelled.factor).to(weight.dtype)
+        self.weight, self.eps = norm.weight.detach(), norm.eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._levelled(x) * self._weight.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class NormedProduct:
-    """A product of normed inputs that are joined; the weights of the norms are folded into that of the product."""
+    """A product of normed inputs that are joined."""
 
     def __init__(self, norms: Sequence[RMSNorm], product: nn.Linear) -> None:
-        self._levelled = _Levelled(product.weight, norms[0].weight.numel(), norms[0].eps)
-        scale = torch.cat([norm.weight for norm in norms]).float() * self._levelled.factor
-        self._product = Product((product.weight.float() * scale).to(product.weight.dtype))
-        self._count = len(norms)
+        self.weight, self.eps = torch.stack([norm.weight.detach() for norm in norms]), norms[0].eps
+        self.product = Product(product.weight)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Maps inputs `[n, ...]`, which are the norms' inputs side by side, to `[n, out]`."""
-        parts = torch.cat(inputs, dim=-1).unflatten(-1, (self._count, -1))
-        return self._product(self._levelled(parts).flatten(1))
+        parts = torch.cat(inputs, dim=-1).unflatten(-1, self.weight.shape)
+        return self.product((F.rms_norm(parts, parts.shape[-1:], None, self.eps) * self.weight).flatten(1))
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ class TargetWeights:
     # `[V', D]`, the target's output rows of the draft vocabulary; None if the drafter has its own, or they are left out
     head: torch.Tensor | None
     vocab_ids: torch.Tensor  # `[V']`, int64, token id of each row
+    table: torch.Tensor | None = None  # `[V, D]`, where `embed` only looks its rows up
 
 
 def borrow(
@@ -50,7 +51,8 @@ def borrow(
     table = weight.detach() if isinstance(weight, torch.Tensor) else None  # the target is never trained
     place = device_of(embedding) if table is None else table.device
     is_table = isinstance(embedding, nn.Embedding) and embedding.max_norm is None
-    if is_table and table is not None and (not scaled or (type(embedding) is nn.Embedding and is_unhooked(embedding))):
+    is_table &= not scaled or (type(embedding) is nn.Embedding and is_unhooked(embedding))
+    if is_table and table is not None:
 
         def look_up(tokens: torch.Tensor) -> torch.Tensor:
             if place.type == "meta" and is_accelerate_available():  # offloaded by accelerate
@@ -71,7 +73,8 @@ def borrow(
         tokens = tokens if place.type == "meta" else tokens.to(place)  # accelerate's hook moves them
         return look_up(tokens).to(device, dtype)
 
-    return TargetWeights(embed, head, vocab_ids)
+    is_same = is_table and table is not None and (table.device, table.dtype) == (device, dtype)
+    return TargetWeights(embed, head, vocab_ids, table if is_same else None)
 
 
 def _output_rows(output_head: nn.Module, embedding: nn.Module, vocab_ids: torch.Tensor) -> torch.Tensor:

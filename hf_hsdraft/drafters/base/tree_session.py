@@ -82,7 +82,7 @@ class TokenBias:
         reach: torch.Tensor | None = None,
     ) -> None:
         self._head, self._embed, self._hidden, self._first = head, embed, hidden, first
-        self._projected, self._since, self.reach = head.project(hidden).split(1, dim=1), since, reach
+        self.projected, self._since, self.reach = head.project(hidden), since, reach
         self.up, self.among = head.up, head.among
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
@@ -103,7 +103,14 @@ class TokenBias:
         """Returns the codes `[B, n, r]` of nodes with `states` `[B, n, S]`; None if this level has no bias."""
         if self._since is None and level <= self._head.free_depths:
             return None
-        return self._head.code(self._projected[self._first + level - 1], states)
+        slot = self._first + level - 1
+        return self._head.code(self.projected[:, slot : slot + 1], states)
+
+    def search(
+        self, logits: torch.Tensor, temperature: float, roots: torch.Tensor, limits: TreeLimits
+    ) -> tuple[torch.Tensor, list[int]] | None:
+        """As `Expansion.search` for drafted logits `[B, depth, V']` of the drafter's own vocabulary."""
+        return None
 
 
 # Maps a level and the states of its nodes to log-probabilities `[B, n]` or `[B, 1]` that a child drafted is accepted.
@@ -171,6 +178,11 @@ class ParallelExpansion(Expansion):
             scores = scores + self.confidence(level, own)
         values, found, parents = best_children(log_probs, scores, count)
         return values, found if columns is None else columns.gather(1, found), parents, states
+
+    def search(self, root_tokens: torch.Tensor, limits: TreeLimits) -> tuple[torch.Tensor, list[int]] | None:
+        if self.bias is None or any(each is not None for each in (self.race, self.refinement, self.confidence)):
+            return None
+        return self.bias.search(self.logits, self.temperature, root_tokens, limits)
 
     def _known(
         self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None

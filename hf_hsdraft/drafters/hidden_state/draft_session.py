@@ -19,6 +19,7 @@ from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import DraftedNodes, ParallelSession, RowContext, ends_of, reading_attention
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import ParallelExpansion, TokenBias
+from .draft_operators import SearchedBias
 from .network import HSDraftNetwork, Leftover, WorkingWeights
 from .target_match import warn_of_poor_guesses
 from .trunk import Context, GrowingText, Rope, read, roll
@@ -52,7 +53,9 @@ def bias_of(
     logits: torch.Tensor,  # `[B, depth, V']`
     since: torch.Tensor | None = None,  # see `TokenBias`; of leftover states, which the root is injected into too
 ) -> TokenBias:
-    injector = working.injector
+    injector, searching = working.injector, getattr(working, "searching", None)
+    if searching is not None:
+        return SearchedBias(searching, weights, hidden, since)
     return TokenBias(injector, weights.embed, hidden, since=since, reach=injector.reach(logits))
 
 
@@ -149,6 +152,11 @@ class RollOut:
 
         The pairs stand row by row, and `counts` has the number of each row's, in order.
         """
+        rolling = getattr(self._trunk, "rolling", None)
+        if self._context is None and rolling is not None:
+            states = rolling(*self._recent(pairs), self._text, num_draft_steps - 1)
+            if states is not None:
+                return states[None]
         x, ropes, context = self.read(counts, pairs, num_draft_steps - 1)
         return torch.stack(roll(self._trunk, x, ropes, context), dim=1)
 
@@ -159,11 +167,16 @@ class RollOut:
             layers = len(self._trunk.layers)
             texts = BatchedTexts(self._context, counts, position_ids, self._window, layers)
             return *read(self._trunk, taps, embeds, position_ids, texts, ahead), texts
-        if self._reach is not None and len(taps) >= self._reach:  # earlier positions no longer matter
-            taps, embeds, position_ids = (column[-self._reach :] for column in pairs)
-            self._text.length = 0
+        taps, embeds, position_ids = self._recent(pairs)
         self._text.extend(len(taps), ahead)
         return *read(self._trunk, taps, embeds, position_ids, self._text, ahead), self._text
+
+    def _recent(self, pairs: Pairs) -> Pairs:
+        """The pairs that matter of a single sequence; if earlier positions no longer do, these are forgotten."""
+        if self._reach is None or len(pairs[0]) < self._reach:
+            return pairs
+        self._text.length = 0
+        return tuple(column[-self._reach :] for column in pairs)
 
 
 @dataclass

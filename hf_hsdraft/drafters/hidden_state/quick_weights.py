@@ -18,24 +18,31 @@ from torch import nn
 
 from ...core.tensors import RMSNorm, is_unhooked
 from ...cpu.products import NormedProduct, Product, are_rounded, are_weights, joined
+from ...cpu.small_weights import KERNEL
+from .draft_operators import RollingOperator, SearchingOperator
 from .network import INJECTORS, HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep, Injector, WorkingWeights
 
 
 @dataclass(frozen=True)
 class QuickWeights(WorkingWeights):
-    """Working weights, fused, packed and in 8 bits."""
+    """Working weights, fused, packed and in 8 bits; as operands of the kernel's operators, where these compute them."""
 
+    rolling: RollingOperator | None = None
+    searching: SearchingOperator | None = None
     spare: list[Any] | None = field(default=None, compare=False, repr=False)  # left for later calls; None for one call
 
     @classmethod
     def of(cls, drafter: HSDraftNetwork, head: torch.Tensor | None) -> QuickWeights:
         assert head is not None or drafter.lm_head is not None
         trunk = drafter.trunk(joined, lambda layer: layer.products(joined), _fusing(drafter))
+        injector = _by_products(drafter.injector)
         return cls(
             **vars(trunk),
             norm=joined(drafter.norm),
             head=Product(head) if drafter.lm_head is None else joined(drafter.lm_head),  # type: ignore[arg-type]
-            injector=_by_products(drafter.injector),
+            injector=injector,
+            rolling=RollingOperator.of(trunk),
+            searching=SearchingOperator.of(injector),
         )
 
 
@@ -49,7 +56,7 @@ def _by_products(injector: Injector) -> Injector:
 
 
 def _fusing(drafter: HSDraftNetwork) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`HSDraftNetwork.fuse_inputs` with one norm over the concatenation and norm weights folded into the product."""
+    """`HSDraftNetwork.fuse_inputs` with one norm over the concatenation."""
     norms = [*drafter.tap_norms, drafter.token_norm]
     if not are_weights([*norms, drafter.fuse]):
         return drafter.fuse_inputs
@@ -102,7 +109,7 @@ def _stamp(drafter: HSDraftNetwork, tensors: Sequence[torch.Tensor]) -> tuple[An
     """What shows a change without reading values. Inference tensors have no write counter."""
     ids = drafter.config.draft_vocab_ids
     seen = [(t.data_ptr(), 0 if t.is_inference() else t._version, t.shape, t.dtype, t.device) for t in tensors]
-    return are_rounded(), ids if ids is None else tuple(ids), seen
+    return are_rounded(), KERNEL.operators() is not None, ids if ids is None else tuple(ids), seen
 
 
 # Modules of a plain drafter; others may change without a change of parameters.

@@ -158,7 +158,7 @@ class GrowingText:
         spare: int = 128,  # positions by which buffers grow, plus a quarter of the positions read
         mask_rows: int = 256,  # rows per mask
     ) -> None:
-        self.keys, self.values, self._window = [like] * layers, [like] * layers, window
+        self.keys, self.values, self.window = [like] * layers, [like] * layers, window
         self._spare, self._mask_rows, self.length = spare, mask_rows, 0
 
     def extend(self, count: int, ahead: int) -> None:
@@ -189,7 +189,7 @@ class GrowingText:
         return self._mixed(layer, queries, end)
 
     def _mixed(self, layer: int, queries: torch.Tensor, end: int) -> torch.Tensor:
-        rows, window = len(queries), self._window or end
+        rows, window = len(queries), self.window or end
         masked = rows > 1 and (end > rows or rows > window)
         most = self._mask_rows
         if masked and rows > most:

@@ -1,0 +1,423 @@
+// Drafts of a hidden-state drafter: its trunk (trunk.py) over one text, and beam search with its path injector
+// (network.py), to the same results but for rounding.
+#pragma once
+
+// Of a norm and the product behind it: the norm's weights, and copy and scales of the product's.
+constexpr int64_t kOfNormed = 3;
+
+// Cosines and sines `[2, positions, size]` of rotations.
+template <typename T>
+WIDE at::Tensor angles_of(const std::vector<int64_t>& positions, const at::Tensor& frequencies, const at::Tensor& like) {
+  const int64_t half = frequencies.numel(), count = positions.size();
+  at::Tensor both = at::empty({2, count, 2 * half}, like.options());
+  const float* turns = read<float>(frequencies);
+  T *cos = written<T>(both), *sin = cos + 2 * count * half;
+  std::vector<float> cosines(half), sines(half);
+  for (int64_t row = 0; row < count; ++row, cos += 2 * half, sin += 2 * half) {
+    for (int64_t at = 0; at < half; ++at) {
+      const float angle = static_cast<float>(positions[row]) * turns[at];
+      cosines[at] = std::cos(angle), sines[at] = std::sin(angle);
+    }
+    for (int64_t at = 0; at < half; at += 16)
+      for (T* side : {cos, cos + half, sin, sin + half})
+        put<T>(side + at, _mm512_loadu_ps((side == cos || side == cos + half ? cosines : sines).data() + at));
+  }
+  return both;
+}
+
+// Where a drafter's parts begin: its inputs and sets of a step have kOfNormed tensors each, layers kOfLayer behind them.
+struct TrunkForm {
+  int64_t layers, rolled, sets, own;  // layers; those of a step; sets of a step's parts; the first one's first layer
+};
+
+template <typename T>
+struct Trunk {
+  Decoder decoder;
+  TrunkForm form;
+  const Maybe* parts;
+  const int64_t* formats;  // 1 of each of the inputs and the sets, kProducts of each layer
+  at::TensorList rooms;
+  int64_t window;
+
+  at::Tensor product(int64_t place, const at::Tensor& x, int64_t size) const {
+    const Maybe* own = parts + place * kOfNormed;
+    return multiplied(normed<T>(x, own[0], size, decoder.eps, false), own[1], own[2], Maybe(), formats[place]);
+  }
+
+  // Which of `n` positions behind `length` sees which slots from `begin` on.
+  at::Tensor mask_of(int64_t n, int64_t length, int64_t begin) const {
+    const int64_t all = length + n - begin;
+    at::Tensor mask = at::empty({1, 1, n, all}, at::kBool);
+    bool* seen = mask.mutable_data_ptr<bool>();
+    for (int64_t row = 0; row < n; ++row)
+      for (int64_t at = 0, last = length + row - begin; at < all; ++at)
+        *seen++ = at <= last && at > last - window;
+    return mask;
+  }
+
+  // Through `count` layers from `first` on, whose keys and values are those of the last rooms.
+  at::Tensor through(int64_t first, int64_t count, at::Tensor x, const at::Tensor& cos, const at::Tensor& sin,
+                     int64_t length) const {
+    const int64_t begin = std::max<int64_t>(length + 1 - window, 0), ahead = 1 + form.sets;
+    const Maybe mask = x.size(1) > 1 ? Maybe(mask_of(x.size(1), length, begin)) : Maybe();
+    for (int64_t i = 0; i < count; ++i) {
+      const Layer<T> layer{decoder, parts + ahead * kOfNormed + (first + i) * kOfLayer,
+                           formats + ahead + (first + i) * kProducts};
+      const auto room = [&](int64_t side) {
+        const at::Tensor& whole = rooms[rooms.size() - 2 * (count - i) + side];
+        return whole.slice(1, begin).unsqueeze(0);
+      };
+      x = layer(x, cos, sin, mask, room(0), room(1), length - begin);
+    }
+    return x;
+  }
+
+  at::Tensor operator()(const at::Tensor& inputs, int64_t size, const at::Tensor& positions,
+                        const at::Tensor& frequencies, int64_t length, int64_t ahead) const {
+    const int64_t count = positions.numel();
+    std::vector<int64_t> places(read<int64_t>(positions), read<int64_t>(positions) + count);
+    for (int64_t step = 0; step < ahead; ++step) places.push_back(places.back() + 1);
+    const at::Tensor angles = angles_of<T>(places, frequencies, inputs), cos = angles[0], sin = angles[1];
+    at::Tensor x = product(0, inputs, size);
+    x = through(0, form.layers, x, cos.slice(0, 0, count).unsqueeze(0), sin.slice(0, 0, count).unsqueeze(0), length);
+    std::vector<at::Tensor> states{x.slice(1, count - 1).contiguous()};
+    for (int64_t step = 0; step < ahead; ++step) {
+      const int64_t set = std::min(step, form.sets - 1), place = count + step;
+      x = product(1 + set, states.back(), states.back().size(2));
+      const auto own = [&](const at::Tensor& side) { return side.slice(0, place, place + 1).unsqueeze(0); };
+      states.push_back(through(form.own + set * form.rolled, form.rolled, x, own(cos), own(sin), length + place));
+    }
+    return at::cat(states, 1);
+  }
+};
+
+// Reads accepted positions, `[T, ...]`, and rolls `ahead` states on from the last one: `[1, 1 + ahead, D]`. `rooms` has
+// keys and values `[key heads, slots, size]` of each layer, of which `length` slots are filled. `form` is heads, key
+// heads, their size, and `TrunkForm`.
+at::Tensor roll_out(const at::Tensor& taps, const at::Tensor& embeds, const at::Tensor& positions,
+                    const at::Tensor& frequencies, const c10::List<Maybe>& parts, at::TensorList rooms, int64_t length,
+                    int64_t ahead, int64_t window, at::IntArrayRef formats, at::IntArrayRef form, double eps) {
+  TORCH_CHECK(form.size() == 7, "no such form");
+  const Decoder decoder{form[0], form[1], form[2], kOurs, false, false, eps, eps, 1 / std::sqrt(double(form[2]))};
+  const TrunkForm trunk{form[3], form[4], form[5], form[6]};
+  const int64_t layers = std::max(trunk.layers, trunk.own + trunk.sets * trunk.rolled), count = positions.numel();
+  const auto type = taps.scalar_type();
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "expected bfloat16 or float32");
+  TORCH_CHECK(trunk.rolled > 0 && trunk.rolled <= trunk.layers && trunk.sets > 0 && trunk.own >= 0, "no such trunk");
+  TORCH_CHECK(static_cast<int64_t>(parts.size()) == (1 + trunk.sets) * kOfNormed + layers * kOfLayer &&
+                  static_cast<int64_t>(formats.size()) == 1 + trunk.sets + layers * kProducts,
+              "not of these layers");
+  TORCH_CHECK(decoder.size > 0 && decoder.size % 32 == 0 && decoder.size <= kMostSize, "no such heads");
+  TORCH_CHECK(embeds.scalar_type() == type && taps.dim() == 2 && embeds.dim() == 2 && taps.size(0) == count &&
+                  embeds.size(0) == count && count > 0 && positions.scalar_type() == at::kLong &&
+                  positions.is_contiguous(),
+              "no such inputs");
+  TORCH_CHECK(frequencies.scalar_type() == at::kFloat && frequencies.is_contiguous() &&
+                  2 * frequencies.numel() == decoder.size,
+              "no such frequencies");
+  TORCH_CHECK(static_cast<int64_t>(rooms.size()) == 2 * trunk.layers && window > 0 && length >= 0 && ahead >= 0,
+              "not of these layers");
+  for (const at::Tensor& room : rooms)
+    TORCH_CHECK(room.scalar_type() == type && room.dim() == 3 && room.size(0) == decoder.key_heads &&
+                    room.size(1) >= length + count + ahead && room.size(2) == decoder.size && room.stride(2) == 1,
+                "no such room");
+  const std::vector<Maybe> all = parts.vec();
+  const at::Tensor inputs = at::cat({taps, embeds}, 1).unsqueeze(0);
+  const auto run = [&](const auto& own) { return own(inputs, embeds.size(1), positions, frequencies, length, ahead); };
+  return type == at::kFloat ? run(Trunk<float>{decoder, trunk, all.data(), formats.data(), rooms, window})
+                            : run(Trunk<uint16_t>{decoder, trunk, all.data(), formats.data(), rooms, window});
+}
+
+// A child that a search has found: its path's log-probability, its column, and its parent's rank.
+struct Child {
+  float score;
+  int32_t column, parent;
+};
+
+// The `most` best children, the best first; of equal ones the first that was added.
+struct Best {
+  size_t most;
+  std::vector<Child> found;
+
+  float least() const { return found.size() < most ? -std::numeric_limits<float>::infinity() : found.back().score; }
+
+  void add(const Child& child) {
+    if (found.size() == most) found.pop_back();
+    const auto better = [](const Child& a, const Child& b) { return a.score > b.score; };
+    found.insert(std::upper_bound(found.begin(), found.end(), child, better), child);
+  }
+};
+
+// Adds what is left of the probability of logits `[count]`, a multiple of 16, to a parent's score.
+WIDE void add_children(const float* logits, int64_t count, float score, int32_t parent, Best& best) {
+  __m512 highest = _mm512_loadu_ps(logits), sums = _mm512_setzero_ps();
+  for (int64_t at = 16; at < count; at += 16) highest = _mm512_max_ps(highest, _mm512_loadu_ps(logits + at));
+  const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
+  for (int64_t at = 0; at < count; at += 16)
+    sums = _mm512_add_ps(sums, exponential(_mm512_sub_ps(_mm512_loadu_ps(logits + at), top)));
+  const float log_sum = _mm512_cvtss_f32(top) + std::log(_mm512_reduce_add_ps(sums));
+  for (int64_t at = 0; at < count; at += 16) {
+    const __m512 scores = _mm512_add_ps(_mm512_set1_ps(score), _mm512_sub_ps(_mm512_loadu_ps(logits + at), _mm512_set1_ps(log_sum)));
+    __mmask16 left = _mm512_cmp_ps_mask(scores, _mm512_set1_ps(best.least()), _CMP_GT_OQ);
+    if (!left) continue;
+    alignas(64) float each[16];
+    _mm512_store_ps(each, scores);
+    for (; left; left &= left - 1) {
+      const int lane = __builtin_ctz(left);
+      if (each[lane] > best.least()) best.add({each[lane], static_cast<int32_t>(at + lane), parent});
+    }
+  }
+}
+
+// The columns of a draft vocabulary that a search considers, with rows `[columns, rank]` of the bias's last product.
+// Numbers of 16 columns are side by side, of bfloat16 pairs of numbers.
+template <typename T>
+struct Columns {
+  static constexpr int64_t kEach = 4 / sizeof(T);  // numbers that are multiplied at once
+  std::vector<int64_t> ids;  // the last one again up to a multiple of 16
+  int64_t count, words = 0;
+  std::vector<uint32_t> panel;
+
+  // The `most` columns with the highest logit at any depth, by its first 16 bits.
+  Columns(const T* logits, int64_t depth, int64_t all, int64_t most) : count(most) {
+    std::vector<float> highest(all);
+    highest_of(logits, depth, all, highest.data());
+    std::vector<uint16_t> keys(all);
+    std::vector<int64_t> counts(1 << 16);
+    for (int64_t at = 0; at < all; ++at) {
+      uint32_t bits;
+      std::memcpy(&bits, &highest[at], 4);
+      keys[at] = (bits >> 31 ? ~bits : bits | 1u << 31) >> 16;
+      ++counts[keys[at]];
+    }
+    int least = counts.size() - 1;
+    int64_t left = most;  // of the least ones
+    for (; counts[least] < left; --least) left -= counts[least];
+    for (int64_t at = 0; at < all; ++at)
+      if (keys[at] > least || (keys[at] == least && left-- > 0)) ids.push_back(at);
+    ids.resize((count + 15) / 16 * 16, ids.back());
+  }
+
+  WIDE static void highest_of(const T* logits, int64_t depth, int64_t all, float* highest) {
+    int64_t at = 0;
+    for (; at + 16 <= all; at += 16) {
+      __m512 found = _mm512_set1_ps(-std::numeric_limits<float>::infinity());  // also where a logit is NaN
+      for (int64_t row = 0; row < depth; ++row) found = _mm512_max_ps(numbers<T>(logits + row * all + at), found);
+      _mm512_storeu_ps(highest + at, found);
+    }
+    for (; at < all; ++at) {
+      highest[at] = -std::numeric_limits<float>::infinity();
+      for (int64_t row = 0; row < depth; ++row) highest[at] = std::max(highest[at], number(logits[row * all + at]));
+    }
+  }
+
+  static float number(T x) {
+    if constexpr (sizeof(T) == 4) return x;
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float found;
+    std::memcpy(&found, &bits, 4);
+    return found;
+  }
+
+  // Those of a depth's logits; of padding none.
+  void take(const T* logits, float* to) const {
+    for (size_t at = 0; at < ids.size(); ++at)
+      to[at] = static_cast<int64_t>(at) < count ? number(logits[ids[at]]) : -std::numeric_limits<float>::infinity();
+  }
+
+  WIDE void pack(const T* up, int64_t rank) {
+    words = rank / kEach;
+    panel.resize(ids.size() * words);
+    for (size_t group = 0; group < ids.size(); group += 16)
+      for (int64_t word = 0; word < words; word += 16) {
+        __m512i rows[16];
+        for (int lane = 0; lane < 16; ++lane) rows[lane] = _mm512_loadu_si512(up + ids[group + lane] * rank + word * kEach);
+        transpose(rows);
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(panel.data() + group * words + 16 * (word + i), rows[i]);
+      }
+  }
+
+  // Logits of 16 columns for N nodes with codes `[N, rank]`: those before, plus the bias.
+  template <int N>
+  WIDE void add_bias(const float* before, const T* codes, size_t group, float* to) const {
+    const __m512 own = _mm512_loadu_ps(before + group);
+    const uint32_t* weights = panel.data() + group * words;
+    const int64_t rank = words * kEach;
+    __m512 sums[N];
+    for (int i = 0; i < N; ++i) sums[i] = _mm512_setzero_ps();
+    for (int64_t word = 0; word < words; ++word, weights += 16) {
+      const __m512i found = _mm512_loadu_si512(weights);
+      for (int i = 0; i < N; ++i) {
+        if constexpr (sizeof(T) == 2)
+          sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)found, pair_of(codes + i * rank + 2 * word));
+        else
+          sums[i] = _mm512_fmadd_ps((__m512)found, _mm512_set1_ps(codes[i * rank + word]), sums[i]);
+      }
+    }
+    for (int i = 0; i < N; ++i)
+      _mm512_storeu_ps(to + i * ids.size() + group, rounded<T>(_mm512_add_ps(own, rounded<T>(sums[i]))));
+  }
+};
+
+// path + sigmoid(gate) (tanh(candidate) - path), in place.
+template <typename T>
+WIDE void follow_path(T* path, const T* gate, const T* candidate, int64_t size) {
+  for (int64_t at = 0; at < size; at += 16) {
+    const __m512 before = numbers<T>(path + at), twice = _mm512_mul_ps(numbers<T>(candidate + at), _mm512_set1_ps(2));
+    const __m512 next = _mm512_sub_ps(_mm512_mul_ps(sigmoid(twice), _mm512_set1_ps(2)), _mm512_set1_ps(1));
+    const __m512 weight = rounded<T>(sigmoid(numbers<T>(gate + at)));
+    put<T>(path + at, _mm512_fmadd_ps(weight, _mm512_sub_ps(rounded<T>(next), before), before));
+  }
+}
+
+WIDE void scale(float* numbers, int64_t count, float factor) {
+  for (int64_t at = 0; at < count; at += 16)
+    _mm512_storeu_ps(numbers + at, _mm512_mul_ps(_mm512_loadu_ps(numbers + at), _mm512_set1_ps(factor)));
+}
+
+// Parts of a path injector: the norm of tokens, copies of its products, their scales, and the bias of the path's.
+enum Injecting { kTokenNorm, kToken, kUpdate, kState, kCode, kScales, kUpdateBias = kScales + 4, kInjecting };
+
+// A search of one text's tree, see `searched` in tree_builders.py.
+template <typename T>
+struct Search {
+  const Maybe* parts;
+  const int64_t* formats;  // of each product
+  at::Tensor logits, projected, table, up;  // [depth, V'], [depth, 4 S], [tokens, D], [V', rank]
+  const int64_t* vocabulary;
+  double eps, temperature;
+
+  at::Tensor product(Injecting part, const at::Tensor& x, const Maybe& bias = {}) const {
+    return multiplied(x, parts[part], parts[part + kScales - kToken], bias, formats[part - kToken]);
+  }
+
+  // States of tokens, [n, 2 S]: what is known of them, and of the paths `[n, S]` up to them.
+  at::Tensor advanced(const std::vector<int64_t>& tokens, const at::Tensor& paths) const {
+    const int64_t n = tokens.size(), width = table.size(1), size = paths.size(1);
+    at::Tensor embeds = at::empty({n, width}, table.options());
+    for (int64_t row = 0; row < n; ++row) {
+      TORCH_CHECK(tokens[row] >= 0 && tokens[row] < table.size(0), "no such token");
+      std::memcpy(written<T>(embeds) + row * width, read<T>(table) + tokens[row] * width, width * sizeof(T));
+    }
+    const at::Tensor own = product(kToken, normed<T>(embeds, parts[kTokenNorm], width, eps, false));
+    const at::Tensor states = at::cat({own, paths}, 1), both = product(kUpdate, states, parts[kUpdateBias]);
+    TORCH_CHECK(own.size(1) == size && both.size(1) == 2 * size, "not of this injector");
+    for (int64_t row = 0; row < n; ++row) {
+      const T* next = read<T>(both) + 2 * row * size;
+      follow_path(written<T>(states) + (2 * row + 1) * size, next, next + size, size);
+    }
+    return states;
+  }
+
+  // Codes of nodes in `states`, [n, rank]; `level` is of their children.
+  at::Tensor coded(const at::Tensor& states, int64_t level) const {
+    at::Tensor both = product(kState, states);
+    const int64_t n = states.size(0), width = both.size(1), half = width / 2;
+    TORCH_CHECK(width == projected.size(1), "not of this injector");
+    at::Tensor active = at::empty({n, half}, states.options());
+    for (int64_t row = 0; row < n; ++row) {
+      T* sums = written<T>(both) + row * width;
+      add_row(sums, read<T>(projected) + (level - 1) * width, sums, width);
+      activate(sums, sums + half, written<T>(active) + row * half, half, false);
+    }
+    const at::Tensor codes = product(kCode, active);
+    TORCH_CHECK(codes.size(1) == up.size(1), "not of this injector");
+    return codes;
+  }
+
+  // Writes tokens, ranks of parents, and bits of scores of all nodes, each `stride` behind the one before.
+  void operator()(int64_t root, at::Tensor paths, bool rootless, const std::vector<int64_t>& sizes, int64_t width,
+                  int64_t most_columns, int32_t* to, int64_t stride) const {
+    const int64_t depth = logits.size(0), all = logits.size(1);
+    Columns<T> columns(read<T>(logits), depth, all, most_columns);
+    if (depth > 1 || rootless) columns.pack(read<T>(up), up.size(1));
+    const int64_t count = columns.ids.size();
+    std::vector<float> before(count), after;
+    std::vector<int64_t> tokens{root};
+    std::vector<float> scores{0.f};
+    to[0] = static_cast<int32_t>(root), to[stride] = to[2 * stride] = 0, ++to;
+    for (int64_t level = 1; level <= depth; ++level) {
+      const int64_t n = tokens.size();
+      const at::Tensor states = advanced(tokens, paths);
+      columns.take(read<T>(logits) + (level - 1) * all, before.data());
+      const bool told = level > 1 || rootless;
+      after = before;
+      if (told) {
+        const at::Tensor codes = coded(states, level);
+        after.resize(n * count);
+        at::parallel_for(0, count / 16, 32, [&](int64_t begin, int64_t end) {
+          for (int64_t group = begin; group < end; ++group)
+            by_few<8>(0, n, [&](int row, auto few) {
+              columns.template add_bias<decltype(few)::value>(before.data(), read<T>(codes) + row * codes.size(1),
+                                                              16 * group, after.data() + row * count);
+            });
+        });
+      }
+      if (temperature != 1) scale(after.data(), after.size(), 1 / temperature);
+      Best best{static_cast<size_t>(sizes[level]), {}};
+      for (int64_t row = 0; row < n; ++row) add_children(after.data() + row * count, count, scores[row], row, best);
+      best.found.resize(best.most, {-std::numeric_limits<float>::infinity(), 0, 0});
+      tokens.clear(), scores.clear();
+      std::vector<int64_t> parents;
+      for (const Child& child : best.found) {
+        const int64_t token = vocabulary[columns.ids[child.column]];
+        to[0] = static_cast<int32_t>(token), to[stride] = child.parent;
+        std::memcpy(to + 2 * stride, &child.score, 4), ++to;
+        if (static_cast<int64_t>(tokens.size()) < width)
+          tokens.push_back(token), scores.push_back(child.score), parents.push_back(child.parent);
+      }
+      paths = at::empty({static_cast<int64_t>(tokens.size()), paths.size(1)}, states.options());
+      const int64_t size = paths.size(1);
+      for (size_t row = 0; row < parents.size(); ++row)
+        std::memcpy(written<T>(paths) + row * size, read<T>(states) + (2 * parents[row] + 1) * size, size * sizeof(T));
+    }
+  }
+};
+
+// As `searched`: `[3, B, nodes]`, and the number of nodes of each depth. `paths` is the state of the text before each
+// root, `[B, S]`; `rootless` if nothing drafted has read the roots. `sizes` is most nodes of a depth, those that are
+// expanded, and most columns that are considered.
+std::tuple<at::Tensor, std::vector<int64_t>> search(const at::Tensor& logits, const at::Tensor& projected,
+                                                    const at::Tensor& paths, bool rootless, const at::Tensor& roots,
+                                                    const at::Tensor& vocab_ids, const at::Tensor& table,
+                                                    const at::Tensor& up, const c10::List<Maybe>& parts,
+                                                    at::IntArrayRef formats, at::IntArrayRef sizes, double eps,
+                                                    double temperature) {
+  const auto type = logits.scalar_type();
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "expected bfloat16 or float32");
+  TORCH_CHECK(parts.size() == kInjecting && formats.size() == 4 && sizes.size() == 3, "not of this injector");
+  const int64_t texts = logits.size(0), depth = logits.size(1), all = logits.size(2), most = sizes[0];
+  for (const at::Tensor* each : {&logits, &projected, &paths, &table, &up})
+    TORCH_CHECK(each->scalar_type() == type && each->is_contiguous(), "expected tensors of one dtype without gaps");
+  TORCH_CHECK(logits.dim() == 3 && projected.dim() == 3 && projected.size(0) == texts && projected.size(1) == depth &&
+                  projected.size(2) % 32 == 0 && paths.dim() == 2 && paths.size(0) == texts && paths.size(1) % 16 == 0,
+              "no such states");
+  TORCH_CHECK(table.dim() == 2 && table.size(1) % 16 == 0 && up.dim() == 2 && up.size(0) == all && all > 0 &&
+                  up.size(1) % 32 == 0,
+              "no such weights");
+  for (const at::Tensor* each : {&roots, &vocab_ids})
+    TORCH_CHECK(each->scalar_type() == at::kLong && each->is_contiguous(), "expected int64");
+  TORCH_CHECK(roots.numel() == texts && vocab_ids.numel() == all && depth > 0 && most > 0 && sizes[1] > 0 && sizes[2] > 0,
+              "no such sizes");
+  const int64_t columns = std::min(sizes[2], all);
+  std::vector<int64_t> levels{1};
+  for (int64_t level = 1; level <= depth; ++level)
+    levels.push_back(std::min(most, (level > 1 ? std::min(levels.back(), sizes[1]) : 1) * columns));
+  int64_t nodes = 0;
+  for (const int64_t size : levels) nodes += size;
+  at::Tensor found = at::empty({3, texts, nodes}, at::kInt);
+  const std::vector<Maybe> held = parts.vec();
+  for (int64_t text = 0; text < texts; ++text) {
+    int32_t* to = found.mutable_data_ptr<int32_t>() + text * nodes;
+    const auto run = [&](const auto& own) {
+      own(roots.const_data_ptr<int64_t>()[text], paths.slice(0, text, text + 1), rootless, levels, sizes[1], columns, to,
+          texts * nodes);
+    };
+    const auto* tokens = vocab_ids.const_data_ptr<int64_t>();
+    if (type == at::kFloat)
+      run(Search<float>{held.data(), formats.data(), logits[text], projected[text], table, up, tokens, eps, temperature});
+    else
+      run(Search<uint16_t>{held.data(), formats.data(), logits[text], projected[text], table, up, tokens, eps, temperature});
+  }
+  return {found, levels};
+}
