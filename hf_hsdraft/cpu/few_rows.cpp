@@ -327,6 +327,8 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
   TORCH_CHECK(format >= 0 && format <= kHalves8 && inputs % kInputs == 0 && outputs % kOutputs == 0, "no such layout");
   TORCH_CHECK(blocks.numel() == outputs / kOutputs * (inputs / kInputs) * kSizes[format], "not of this shape");
   TORCH_CHECK(blocks.is_contiguous() && (format != kInt8 || (scales && scales->numel() == outputs)), "no scales");
+  TORCH_CHECK(!bias || (bias->numel() == outputs && bias->scalar_type() == x.scalar_type() && bias->is_contiguous()),
+              "no such bias");
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
   at::Tensor y = at::empty(sizes, x.options()), from = x.contiguous();

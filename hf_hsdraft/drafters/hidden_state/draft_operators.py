@@ -85,6 +85,8 @@ class RollingOperator:
         inputs, layer, steps = trunk.fuse_inputs, trunk.layers[0], trunk.steps
         if not isinstance(inputs, NormedProduct) or not isinstance(layer, LayerProducts):
             return None
+        if inputs.weight.dtype not in _SAME:
+            return None
         shared = steps[0].layers[0] is trunk.layers[-len(steps[0].layers)]
         layers = [*trunk.layers, *(() if shared else (layer for step in steps for layer in step.layers))]
         size = 2 * len(trunk.frequencies)
@@ -137,14 +139,15 @@ class SearchingOperator:
             return None
         norm, up, update = injector.token_norm, injector.up, injector.update
         products: list[Any] = [injector.token_proj, update, injector.state_proj, injector.down]
+        if not all(isinstance(product, Product) for product in (*products, up)) or up.bias is not None:
+            return None
         try:
             operands = _Operands.of([norm], products, [update.bias])
         except TypeError:
             return None
-        weights = [norm.weight, up.weight, *(product.weight for product in products)]
-        same = isinstance(up, Product) and len({weight.dtype for weight in weights}) == 1
+        same = {weight.dtype for weight in (norm.weight, up.weight, *(product.weight for product in products))}
         fit = not (up.weight.shape[1] % 32 or update.weight.shape[0] % 32 or norm.weight.numel() % 16)
-        return cls(injector, operands, norm.eps) if same and fit else None
+        return cls(injector, operands, norm.eps) if len(same) == 1 and fit else None
 
     def __call__(
         self,
@@ -158,11 +161,11 @@ class SearchingOperator:
     ) -> tuple[torch.Tensor, list[int]] | None:
         """As `searched` for drafted logits `[B, depth, V']`; `None` for what the operator does not take."""
         operators, (texts, _, count), dtype = KERNEL.operators(), logits.shape, logits.dtype
-        if operators is None or torch.compiler.is_compiling() or weights.table is None or limits.tree_size < 1:
+        if operators is None or torch.compiler.is_compiling() or limits.tree_size < 1:
+            return None
+        if weights.table is None or not weights.table.is_contiguous():
             return None
         if not dtype == weights.table.dtype == projected.dtype == self.injector.up.weight.dtype:
-            return None
-        if not weights.table.is_contiguous():
             return None
         size = self.injector.update.weight.shape[1] // 2
         paths = logits.new_zeros(texts, size) if since is None else since[:, 0, size:].contiguous()
