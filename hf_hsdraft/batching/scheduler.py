@@ -166,7 +166,7 @@ class ContinuousBatching:
     def step(self) -> list[FinishedText]:
         """Reads a part of the waiting prompts and decodes one round; returns the requests that are done.
 
-        An error of the round is that of all texts in it; the others are decoded in a new batch.
+        An error of the round is that of all texts in it that have not ended; others are decoded in a new batch.
         """
         try:
             with no_hooks_left(self.target):
@@ -185,7 +185,7 @@ class ContinuousBatching:
             if not self._texts:
                 raise
             for text in self._texts.values():
-                text.error = text.error or error
+                text.error = text.error if text.ended else error
             self._collect()
             self._drop_batch()
         done, self._gone = self._gone, []
