@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..core.draft_tree import DraftTree
-from ..core.tensors import device_of
+from ..core.tensors import device_of, embedded_tokens
+from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ..engine.call_output import DraftStatistics
 from ..engine.draft_limits import DraftLimits, TextPositions
@@ -23,6 +25,8 @@ from ..runtime.tree_reading import TextRows
 from ..verify.verdict import Verdict, Verifier
 from .foresight import BatchForesight
 from .text import Text
+
+_ROOM = 10**6  # number of tokens that a batch without an end may emit
 
 
 class BatchTexts:
@@ -201,3 +205,45 @@ class BatchKeeper(Keeper):
             own.round_rows.append(0)
             own.relaxed_tokens += each.num_relaxed
         self.statistics = DraftStatistics()
+
+
+@dataclass
+class Running:
+    """A batch with what drafts for it."""
+
+    batch: Batch
+    runtime: TargetRuntime
+    drafting: Drafting
+    keeper: BatchKeeper
+    resources: contextlib.ExitStack
+
+    @classmethod
+    def of(
+        cls,
+        target: Any,
+        drafter: Drafter,
+        options: DraftOptions,
+        places: int,
+        history: Any,
+        text: Text,
+        total: DraftStatistics,
+    ) -> Running:
+        """Begins a batch of so many `places` with its first text; `total` gets the sums over all rounds."""
+        device, runtime = device_of(target), text.handed_over()
+        texts = BatchTexts(text.decoded.verifier, places, embedded_tokens(target))
+        call = Call(target, places, options, texts, runtime, history=history)
+        batch = Batch(call, drafter.taps_of(target), text)
+        session = drafter.session(call)
+        drafting = Drafting(drafter, call, session if session.takes_new_texts else TextSessions(drafter, call))
+        batch.begin(drafting)
+        acceleration = runtime.acceleration
+        acceleration.begin(options.packed_weights, _ROOM, options.compiled_layers)
+        batch.set_pace(drafting)  # which depends on the acceleration
+        keeper = BatchKeeper(batch, total, device)
+        keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))
+        return cls(batch, runtime, drafting, keeper, call.stack)
+
+    def end(self) -> None:
+        """Ends the drafter's session once all texts have ended."""
+        self.drafting.session.end()
+        self.resources.close()

@@ -105,3 +105,4 @@ class PrefixCache:
         _, part, oldest = min(ends, key=lambda end: end[0])
         del part.after[oldest.tokens[0]]
         self.size -= len(oldest.tokens)
+        self._roots = {kind: root for kind, root in self._roots.items() if root.after}

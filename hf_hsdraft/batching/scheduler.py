@@ -17,24 +17,22 @@ from typing import Any
 import torch
 
 from ..core.refusals import DraftingRefused
-from ..core.tensors import device_of, embedded_tokens
+from ..core.tensors import device_of
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Call, Drafter
+from ..drafters.base.protocol import Drafter
 from ..engine.call_output import DraftStatistics
 from ..engine.decoding import first_prompt, introduce
 from ..engine.draft_limits import draft_size
-from ..engine.drafting import Drafting, history_for
+from ..engine.drafting import history_for
 from ..engine.loop import decode_round
 from ..runtime.module_hooks import no_hooks_left
-from ..runtime.target_runtime import TargetRuntime
-from .batch import Batch, BatchKeeper, BatchTexts, TextSessions
+from .batch import Running
 from .prefix_cache import PrefixCache
 from .prepared import Prepared, prepare
 from .text import Reading, Text
 
 _MOST_SEED = 2**63 - 1
-_ROOM = 10**6  # number of tokens that a batch without an end may emit
 
 
 @dataclass(frozen=True)
@@ -63,22 +61,6 @@ class _Request:
     index: int
     arguments: Mapping[str, Any]
     seed: int
-
-
-@dataclass
-class _Running:
-    """The batch, and what drafts for it."""
-
-    batch: Batch
-    runtime: TargetRuntime
-    drafting: Drafting
-    keeper: BatchKeeper
-    resources: contextlib.ExitStack
-
-    def end(self) -> None:
-        """Ends the drafter's session once all texts have ended."""
-        self.drafting.session.end()
-        self.resources.close()
 
 
 @dataclass
@@ -123,7 +105,7 @@ class ContinuousBatching:
         self._reading: tuple[_Request, Reading, Any] | None = None
         self._held: tuple[_Request, Prepared] | None = None  # the first that waits, until it fits
         self._texts: dict[int, Text] = {}  # being decoded, by number of request
-        self._running: _Running | None = None
+        self._running: Running | None = None
         self._numbers, self._gone = itertools.count(), list[FinishedText]()
 
     def _take_options(self, options: DraftOptions) -> None:
@@ -184,7 +166,7 @@ class ContinuousBatching:
     def step(self) -> list[FinishedText]:
         """Reads a part of the waiting prompts and decodes one round; returns the requests that are done.
 
-        An error of the round is that of all texts in it; the others are decoded in a new batch.
+        An error of the round is that of all texts in it that have not ended; others are decoded in a new batch.
         """
         try:
             with no_hooks_left(self.target):
@@ -203,7 +185,7 @@ class ContinuousBatching:
             if not self._texts:
                 raise
             for text in self._texts.values():
-                text.error = text.error or error
+                text.error = text.error if text.ended else error
             self._collect()
             self._drop_batch()
         done, self._gone = self._gone, []
@@ -333,44 +315,26 @@ class ContinuousBatching:
         if self._running is None:
             if not joining:
                 return
-            self._running = self._start(joining.pop(0))
+            own = self.target, self._drafter, self._options, self._places, self._history
+            self._running = Running.of(*own, joining.pop(0), self.statistics)
         running = self._running
         running.batch.change(running.drafting, joining)
         if not running.batch.rows:
             self._running = None
             running.end()
 
-    def _start(self, text: Text) -> _Running:
-        """Begins a batch with its first text."""
-        target, device, runtime = self.target, device_of(self.target), text.handed_over()
-        texts = BatchTexts(text.decoded.verifier, self._places, embedded_tokens(target))
-        call = Call(target, self._places, self._options, texts, runtime, history=self._history)
-        batch = Batch(call, self._drafter.taps_of(target), text)
-        session = self._drafter.session(call)
-        drafting = Drafting(
-            self._drafter, call, session if session.takes_new_texts else TextSessions(self._drafter, call)
-        )
-        batch.begin(drafting)
-        acceleration, options = runtime.acceleration, self._options
-        acceleration.begin(options.packed_weights, _ROOM, options.compiled_layers)
-        batch.set_pace(drafting)  # which depends on the acceleration
-        keeper = BatchKeeper(batch, self.statistics, device)
-        keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))
-        return _Running(batch, runtime, drafting, keeper, call.stack)
-
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, set()
-        if not cancelled:
-            return
-        for request in [each for each in list(self._waiting) if each.index in cancelled]:
+        gone = [each for each in list(self._waiting) if each.index in cancelled]
+        for request in gone:
             self._waiting.remove(request)
-            self._gone.append(FinishedText(request.index, None, cancelled=True))
         if self._held is not None and self._held[0].index in cancelled:
-            self._gone.append(FinishedText(self._held[0].index, None, cancelled=True))
+            gone.append(self._held[0])
             self._held = None
         if self._reading is not None and self._reading[0].index in cancelled:
-            self._gone.append(FinishedText(self._reading[0].index, None, cancelled=True))
+            gone.append(self._reading[0])
             self._reading = None
+        self._gone += [FinishedText(each.index, None, cancelled=True) for each in gone]
         for index in cancelled & self._texts.keys():
             self._texts[index].cancelled = True
 

@@ -223,9 +223,9 @@ class Answer(BaseStreamer):
         stops = asked.stops()
         self.tokenizer = CutTokenizer(decoder.tokenizer, stops) if stops else decoder.tokenizer
         self._stops, self._watch = stops, StopWatch(decoder.tokenizer, stops)
-        ends, chat = end_tokens(decoder.target, config), isinstance(asked, Chatting)
-        of_tokens = decoder.tokenizer, asked.top, ids.shape[-1], ends, chat
-        self.logprobs = None if asked.top is None else TokenLogProbs(*of_tokens)
+        ends, top = end_tokens(decoder.target, config), asked.top
+        own = ids.shape[-1], ends, isinstance(asked, Chatting)
+        self.logprobs = None if top is None else TokenLogProbs(decoder.tokenizer, top, *own)
         self.processors: list[Any] = [] if self.logprobs is None else [self.logprobs]
         self._streamer: Any = None
         self._new: list[int] = []

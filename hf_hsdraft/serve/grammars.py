@@ -24,7 +24,8 @@ class Grammars:
 
     def __init__(self, target: Any, tokenizer: Any, seconds: float) -> None:
         self._target, self._tokenizer, self._seconds = target, tokenizer, seconds
-        self._thread, self._compiler = ThreadPoolExecutor(1, "grammars"), None
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._compiler: Any = None
 
     async def of(self, asked: ChatRequest) -> Any:
         """Returns a request's compiled grammar, None for none; raises an HTTPException if there cannot be one."""

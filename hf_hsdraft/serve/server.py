@@ -85,13 +85,6 @@ def build_app(
         further = {"tools": asked.nested_tools(), "body": asked.model_extra or {}}
         return await decoder.respond(responses, asked, await prompts.of_chat(asked), request, **further)
 
-    @app.post("/load_model")
-    async def load_model(asked: requests.LoadRequest) -> Response:
-        """Says that the model is loaded, to `transformers chat`."""
-        known = asked.model == name
-        status = {"status": "ready", "cached": True} if known else {"status": "error", "message": "another model"}
-        return Response(f"data: {json.dumps({**status, 'model': asked.model})}\n\n", media_type="text/event-stream")
-
     _add_reports(app, name, attachment, decoder.metrics)
     for kind in (StarletteException, RequestValidationError, ValueError, Exception):
         app.add_exception_handler(kind, _answer_error)
@@ -105,6 +98,13 @@ def _add_reports(app: FastAPI, name: str, attachment: Attachment | None, metrics
     async def models() -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": 0, "owned_by": "hf_hsdraft", "status": {"value": "loaded"}}
         return {"object": "list", "data": [model]}
+
+    @app.post("/load_model")
+    async def load_model(asked: requests.LoadRequest) -> Response:
+        """Says that the model is loaded, to `transformers chat`."""
+        known = asked.model == name
+        status = {"status": "ready", "cached": True} if known else {"status": "error", "message": "another model"}
+        return Response(f"data: {json.dumps({**status, 'model': asked.model})}\n\n", media_type="text/event-stream")
 
     @app.get("/health")
     async def health() -> dict[str, str]:
