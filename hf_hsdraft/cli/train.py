@@ -72,10 +72,10 @@ def _with_options(body: Callable[..., None]) -> Callable[..., None]:
     for kind in (RunOptions, TrainingPlan, DrafterFields):
         for name, own in options_of(kind).items():
             limits = {key: value for key, value in own.limits.items() if key != "names"}
-            names, form = own.limits.get("names", []), own.type
-            shown = Annotated[form, typer.Option(*names, help=own.sentence, rich_help_panel=own.panel, **limits)]
+            shown = typer.Option(*own.limits.get("names", []), help=own.sentence, rich_help_panel=own.panel, **limits)
             default = Parameter.empty if name == "out" else None if own.default is MISSING else own.default
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=shown))
+            more = {"default": default, "annotation": Annotated[own.type, shown]}
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, **more))
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return body
 

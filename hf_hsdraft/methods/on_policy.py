@@ -31,6 +31,7 @@ from ..training.families.trainable import family_of
 from ..training.loop.arguments import METHOD_OPTIONS, MethodOption
 from ..training.loss.chains import (
     DATA_POLICIES,
+    Branches,
     ChainLabels,
     Chains,
     DataPolicy,
@@ -40,7 +41,6 @@ from ..training.loss.chains import (
     true_labels,
     unroll,
 )
-from .branches import Branches
 
 _DECAY = 0.9  # weight of a rejected draft in stream B, to the power of its depth
 

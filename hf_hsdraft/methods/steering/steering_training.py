@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...hub.checkpoint import Checkpoint
 from ...training.families.trainable import TRAINABLE
-from ..branches import Branches
+from ...training.loss.chains import Branches
 from ..distillation.lm_training import LMFamily, TrainedLM
 from .steered_lm import SteeredLMDrafter, Steering, SteeringSizes, has_steering
 

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from ..files import write_complete
-from ..loop.progress import Stage
+from ..loop.progress import Reporter
 from ..loss.candidates import likely_columns
 from .conversations import TokenizedConversation
 
@@ -55,11 +55,6 @@ class Features:
     likely: torch.Tensor | None = None
 
 
-def feature_bytes(tokens: int, num_taps: int, hidden_size: int) -> int:
-    """Returns the bytes that the features of `tokens` positions take on disk."""
-    return tokens * (num_taps + 1) * hidden_size * 2
-
-
 class FeatureCache:
     """Features of a target on disk, in shards: a conversation's are computed once, whatever it comes with.
 
@@ -68,7 +63,7 @@ class FeatureCache:
     Args:
         tap_layers: indices into `hidden_states`, ascending.
         identity: fingerprint of the target.
-        report: called with a line about each damaged file. What it held is computed again.
+        report: is told how far it is, and of each damaged file. What that held is computed again.
     """
 
     def __init__(
@@ -79,23 +74,21 @@ class FeatureCache:
         identity: str = "",
         report: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self._report = report
+        self._report = Reporter.of(report)
         self._target, self._taps, self._identity, self._folder = target, list(tap_layers), identity, Path(folder)
         self._shards: dict[str, Path] = {}  # of each key
         self._seen: set[Path] = set()
 
     @torch.inference_mode()
     def dataset(
-        self,
-        conversations: Sequence[TokenizedConversation],
-        stage: Stage | None = None,
-        likely: LikelyTokens | None = None,
+        self, conversations: Sequence[TokenizedConversation], likely: LikelyTokens | None = None
     ) -> FeatureDataset:
         """Returns the features of conversations, after those that are missing have been computed.
 
         If the disk lacks room for them, an OSError is raised and nothing is written.
         """
-        state = PartialState()
+        state, tokens = PartialState(), sum(len(chat.input_ids) for chat in conversations)
+        self._report(f"taps of {tokens:,} tokens: {self._bytes(tokens) / 1e9:,.2f} GB on disk")
         self._look()
         state.wait_for_everyone()  # until all processes know which are there
         keys = [self._key(conversation) for conversation in conversations]
@@ -103,13 +96,12 @@ class FeatureCache:
         self._check_room(sum(len(chat.input_ids) for chat in missing.values()))
         order = list(missing)
         shards = [order[start : start + _SHARD] for start in range(0, len(order), _SHARD)]
-        stage = stage or Stage("taps", "files")
-        stage.start(len(shards))
-        for begin in range(0, len(shards), state.num_processes):
-            # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
-            shard = shards[min(begin + state.process_index, len(shards) - 1)]
-            self._write(shard, self._read([missing[key] for key in shard]))
-            stage.advance(min(begin + state.num_processes, len(shards)))
+        with self._report.stage("taps", "files", len(shards)) as stage:
+            for begin in range(0, len(shards), state.num_processes):
+                # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
+                shard = shards[min(begin + state.process_index, len(shards) - 1)]
+                self._write(shard, self._read([missing[key] for key in shard]))
+                stage.advance(min(begin + state.num_processes, len(shards)))
         state.wait_for_everyone()
         self._shards |= {key: self._path(shard) for shard in shards for key in shard}
         return FeatureDataset([(self._shards[key], key) for key in keys], likely)
@@ -169,8 +161,12 @@ class FeatureCache:
         digest = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:24]
         return self._folder / f"features-{digest}.safetensors"
 
+    def _bytes(self, tokens: int) -> int:
+        """The bytes that the features of `tokens` positions take on disk."""
+        return tokens * (len(self._taps) + 1) * self._target.config.get_text_config().hidden_size * 2
+
     def _check_room(self, tokens: int) -> None:
-        needed = feature_bytes(tokens, len(self._taps), self._target.config.get_text_config().hidden_size)
+        needed = self._bytes(tokens)
         if needed > (free := shutil.disk_usage(self._folder).free):
             raise OSError(
                 errno.ENOSPC,

@@ -310,9 +310,8 @@ def answer_prompts(
                 histories[index].append({"role": "assistant", "content": each.text})
                 tokens[index] += each.new_tokens
                 read[index] = each.read
-            ended = [index for index in active if not turns[index]]
-            ended = [index for index in ended if len(histories[index]) < 2 * (len(batch[index].turns) + invented_turns)]
-            if ended:
+            most = {index: 2 * (len(batch[index].turns) + invented_turns) for index in active}  # messages
+            if ended := [index for index in active if not turns[index] and len(histories[index]) < most[index]]:
                 headers = [user_header(tokenizer, histories[index]) for index in ended]
                 guessed = guesser.continued(headers, 0.9, _TURN_TOKENS, seed + len(histories))
                 for index, text in zip(ended, guessed, strict=True):

@@ -30,7 +30,7 @@ from ..data.conversations import (
     keeps_turns,
     tokenize_conversation,
 )
-from ..data.features import FeatureCache, LikelyTokens, feature_bytes, read_features
+from ..data.features import FeatureCache, LikelyTokens, read_features
 from ..data.gather import Answering, ChatStream, StreamPlace, in_order, kinds_to_invent, read_sources, recipe_of
 from ..data.generating import can_record
 from ..data.plan import Report, TrainingPlan
@@ -266,7 +266,7 @@ class _Run:
         if args.candidates is None:
             args.candidates = _CANDIDATES if len(drafter.draft_vocab_ids()) >= _LARGE_VOCABULARY else 0
         taps = family.taps(drafter, target)
-        readable = self._cached(drafter, taps, features) if features is not None else lambda chats: chats
+        readable = self._cached(drafter, features) if features is not None else lambda chats: chats
         dataset: Any = readable(tokenized)
         model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
         last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
@@ -398,24 +398,14 @@ class _Run:
             taps = family.taps(start or family.untrained(target, self.plan.drafter), target)
         return FeatureCache(target, taps, Path(self.plan.out) / "features", self.identity, self.report)
 
-    def _cached(
-        self, drafter: Any, taps: Sequence[int], cache: FeatureCache
-    ) -> Callable[[Sequence[TokenizedConversation]], Any]:
+    def _cached(self, drafter: Any, cache: FeatureCache) -> Callable[[Sequence[TokenizedConversation]], Any]:
         """Returns a function that returns the features of conversations, after writing those that are missing."""
         likely = None
         if candidates := self.args.candidates:
             ids = drafter.draft_vocab_ids()
             rows = self.target.get_output_embeddings().weight.detach()
             likely = LikelyTokens(rows[ids.to(rows.device)].to(torch.bfloat16), ids, candidates, self.report)
-
-        def read(chats: Sequence[TokenizedConversation]) -> Any:
-            tokens = sum(len(chat.input_ids) for chat in chats)
-            size = feature_bytes(tokens, len(taps), self.target.config.get_text_config().hidden_size)
-            self.report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
-            with self.report.stage("taps", "files") as stage:
-                return cache.dataset(chats, stage, likely)
-
-        return read
+        return lambda chats: cache.dataset(chats, likely)
 
     def _tau_prompts(self, chats: Sequence[Conversation]) -> list[dict[str, torch.Tensor]]:
         """Returns inputs of held-out chats up to the user's first message, where they leave room for an answer."""
