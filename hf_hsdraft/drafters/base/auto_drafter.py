@@ -57,7 +57,7 @@ class Found:
     made: Callable[[Any], Any] | None = None  # makes a drafter without files for the loaded target
     drafts: str = ""  # whether trees or chains, and in how many forwards
     problem: str = ""  # why it does not draft here, although it was made for the target; empty if it does
-    evidence: Evidence = Evidence.SIZES
+    evidence: Evidence = Evidence.SIZES  # why it may fit
 
 
 Finder = Callable[[TargetInfo, bool], Iterator[Found]]  # takes whether only local files may be read
@@ -160,9 +160,11 @@ def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]
     use = f"model.generate(**inputs, assistant_model={json.dumps(checkpoint.name)})"
     if revision:
         use = f'attach(model, {json.dumps(checkpoint.name)}, revision="{revision}")'
-    found = Found(checkpoint.name, kind, fit.why, size, f"cannot be loaded: {problem}" if problem else use)
-    told = {"here": size is not None, "loading": {"revision": revision} if revision else {}, "drafts": drafts}
-    return replace(found, trained=fit.evidence != Evidence.SMALLER, evidence=fit.evidence, problem=problem, **told)
+    if problem:
+        use = f"cannot be loaded: {problem}"
+    name, evidence, loading = checkpoint.name, fit.evidence, {"revision": revision} if revision else {}
+    trained, here = evidence != Evidence.SMALLER, size is not None
+    return Found(name, kind, fit.why, size, use, trained, here, loading, None, drafts, problem, evidence)
 
 
 def _is_of_family(checkpoint: Checkpoint) -> bool:
