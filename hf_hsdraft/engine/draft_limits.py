@@ -135,7 +135,8 @@ class DraftLimits:
         if found.trees:
             runtime.prepare_trees()
         else:
-            self._warn_of_chains(found)
+            name = type(runtime.target).__name__
+            logger.warning_once(f"{name} is drafted for with chains instead of trees: {found.reason}.")
             self.options = self.options.as_chain()
         runtime.make_room(self.options.shared_by(len(rows)).tree_size + 1)
         self.kind = "tree" if found.trees and self.options.beam_width > 1 else "chain"
@@ -187,10 +188,6 @@ class DraftLimits:
             )
         return None
 
-    def _warn_of_chains(self, found: Finding) -> None:
-        name = type(self._runtime.target).__name__
-        logger.warning_once(f"{name} is drafted for with chains instead of trees: {found.reason}.")
-
     def look_ahead(self) -> None:
         """Finds how far drafts may reach, which holds until a text or the cache has grown beyond that."""
         target, length = self._runtime.target, self._runtime.length
@@ -207,9 +204,8 @@ class DraftLimits:
         """
         runtime = self._runtime
         if runtime.refusal is not None:
-            self._refused(runtime.refusal)
+            self._refuse(runtime.refusal)
             runtime.read_chains()
-            self._draft_nothing(str(runtime.refusal))
             return True
         ragged = runtime.trees and len(self._texts.rows) > 1  # counts rows that have left too
         # Not across processes: all would have to try in the same round.
