@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..core.draft_tree import DraftTree
+from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from ..engine.call_output import DraftStatistics
 from ..engine.drafting import Drafting
 from ..engine.local_target import LocalTarget
 from ..engine.loop import Keeper, Round

@@ -11,10 +11,10 @@ import torch
 
 from ..core.cache_name import given_cache
 from ..core.refusals import DraftingRefused
+from ..core.statistics import DraftStatistics
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter, Session, WrappedDrafter
 from ..engine.call_checks import check_call, check_verifier
-from ..engine.call_output import DraftStatistics
 from ..engine.decoding import speculative_decoding
 from ..runtime.foreign_parts import look_at
 from ..runtime.target_limits import why_in_step

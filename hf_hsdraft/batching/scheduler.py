@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ..core.refusals import DraftingRefused
+from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of, embedded_tokens
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Call, Drafter
-from ..engine.call_output import DraftStatistics
 from ..engine.decoding import first_prompt, introduce
 from ..engine.drafting import Drafting, history_for
 from ..engine.loop import decode_round

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from ..core.statistics import DraftStatistics
 from ..cpu.packed_weights import PackedWeights, linears_to_pack
-from ..engine.call_output import DraftStatistics
 from ..engine.divergence import Divergence
 from ..runtime.prompt_inputs import end_tokens
 from .machine import PeakMemory, synchronise

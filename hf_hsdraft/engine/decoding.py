@@ -12,8 +12,10 @@ import torch
 
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
+from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
+from ..cpu.background import is_compiling
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
@@ -24,7 +26,7 @@ from ..runtime.target_forwards import TargetOutput, picked_taps
 from ..runtime.target_limits import refusal
 from ..runtime.target_runtime import TargetRuntime
 from .call_checks import check_call, check_verifier
-from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output, named_target
+from .call_output import HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output, named_target
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits, TextPositions, refuse
 from .drafting import Drafting, history_for
@@ -121,7 +123,7 @@ def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, watch: 
     statistics = keeper.statistics
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
-    statistics.compiled_layers = runtime.acceleration.programs
+    statistics.compiled_layers, statistics.compiling = runtime.acceleration.programs, is_compiling()
 
 
 def introduce(drafter: Drafter, target: Any, tokenizer: Any, synced_gpus: bool, tokens: Sequence[int]) -> None:

@@ -11,10 +11,11 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, WhisperNoSpeechDetection
 from transformers.utils import logging
 
+from ..core.statistics import DraftStatistics
 from ..drafters.base.draft_options import option_names
 from ..drafters.base.protocol import Drafter
 from ..engine.call_checks import check_drafter, told_of_class
-from ..engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, named_target
+from ..engine.call_output import HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, named_target
 from ..engine.decoding import speculative_decoding
 from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_limits import GRADIENTS, check_inputs, gradients_flow

@@ -27,6 +27,11 @@ class Pace:
 
     measures = False
 
+    @property
+    def plain_seconds(self) -> float | None:
+        """Time of a plain round; `None` where it is not measured."""
+        return None
+
     def plan(self, certain: float = 0.0) -> int:
         """Begins a round and returns how deep to draft. Rounds without a draft are counted here.
 
@@ -91,6 +96,10 @@ class CostPace(Pace):
         """Begins a text with the habits of the drafter's last one."""
         self.habits = habits.for_another_text().of_depth(self._depth)
         self._pause = self.habits.pause
+
+    @property
+    def plain_seconds(self) -> float | None:
+        return None if self.measured is None else self.measured.plain
 
     @property
     def costs(self) -> Costs:

@@ -22,8 +22,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import make_table
 
 from ...core.checks import few
+from ...core.statistics import AttachmentStatistics
 from ...drafters.base.protocol import Drafter
-from ...generate.attachment import Attachment, AttachmentStatistics, attach
+from ...generate.attachment import Attachment, attach
 
 logger = logging.getLogger("lm_eval.hsdraft")  # shown like lm_eval's messages
 
