@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import platform
 import re
@@ -144,8 +145,8 @@ class Trial:
         found = vars(self) | {"tried": sides, "tau": self.totals.tau, "explanation": self.totals.explain()}
         return found | {"speed_up": statistics.median(self.gains), "spread": [min(self.gains), max(self.gains)]}
 
-    def picture(self) -> str:
-        """An SVG of the last prompt's texts, at the moment at which the drafted one has ended."""
+    def picture(self, command: str) -> str:
+        """An SVG of the last prompt's texts, at the moment at which the drafted one ends; `command` made it."""
         each = self.tried[-1]
         table = Table(box=box.SIMPLE, expand=True, padding=(0, 1))
         table.add_column(f"plain: {each.plain.speed:.1f} tokens/s", ratio=1)
@@ -157,8 +158,9 @@ class Trial:
         key = Text.assemble(("drafted and accepted", DRAFTED), ", the target's own, ", ("not there yet", _LATER))
         canvas.print(Text.assemble(key, f" after {each.drafted.seconds:.1f} s"))
         without_fonts = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # of other servers
-        title = f"hsdraft try {self.target}"
-        return canvas.export_svg(title=title, code_format=without_fonts, unique_id="hsdraft")
+        drawn = canvas.export_svg(title=f"hsdraft try {self.target}", code_format=without_fonts, unique_id="hsdraft")
+        head, rest = drawn.split(">", 1)
+        return f"{head}>\n<desc>{html.escape(command)}</desc>{rest}"
 
 
 def decode(trial: Trial, model: Any, tokenizer: Any, drafter: Any, prompts: list[str], most: int, out: Console) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,7 +110,7 @@ def _try(
     if json_out is not None:
         json_out.write_text(json.dumps(trial.document(), indent=1), encoding="utf-8")
     if svg is not None:
-        svg.write_text(trial.picture(), encoding="utf-8")
+        svg.write_text(trial.picture(shlex.join(["hsdraft", *sys.argv[1:]])), encoding="utf-8")
 
 
 def _best(model: Any, tokenizer: Any, offline: bool) -> tuple[Any, str, str, str]:

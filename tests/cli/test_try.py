@@ -87,6 +87,7 @@ def test_a_picture_holds_the_texts_of_the_run(place, tokenizer, monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(_try, "time", type("Clock", (), {"perf_counter": staticmethod(lambda: next(clock))}))
     pair = "--drafter", place / "drafter", "--max-new-tokens", NEW
+    monkeypatch.setattr("sys.argv", ["hsdraft", "try", "<a model>"])
     run("try", place / "target", PROMPTS[0], *pair, "--svg", place / "a.svg", "--json", place / "found.json")
     svg, [tried] = (place / "a.svg").read_text(), json.loads((place / "found.json").read_text())["tried"]
     sides = texts_of(svg)
@@ -94,13 +95,15 @@ def test_a_picture_holds_the_texts_of_the_run(place, tokenizer, monkeypatch):
     for name, shown in zip(("plain", "drafted"), sides, strict=True):
         assert tried[name]["text"] == answer and answer.replace(" ", "") in shown.replace(" ", "")
     assert "http" not in re.sub(r'xmlns="[^"]*"|<!--.*?-->', "", svg), "nothing is fetched by whoever looks at it"
-    assert len(svg) < 150_000
+    assert len(svg) < 150_000 and "<desc>hsdraft try &#x27;&lt;a model&gt;&#x27;</desc>" in svg
 
 
 def test_the_committed_picture_is_small_and_holds_equal_texts():
     svg = (Path(__file__).parents[2] / "docs" / "pictures" / "try.svg").read_text(encoding="utf-8")
     plain, drafted = texts_of(svg)
-    assert len(svg) < 150_000 and "tokens/s" in plain and "times as fast" in drafted
+    assert len(svg) < 150_000 and "<desc>hsdraft try " in svg
+    same = [re.sub(r".*(tokens/s|as fast) ─* ?", "", side).replace(" ", "")[:200] for side in (plain, drafted)]
+    assert same[0] == same[1] != "", "the same text on both sides"
 
 
 def test_folders_without_a_chat_template_are_tried(place, own_tokenizer):
