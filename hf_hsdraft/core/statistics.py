@@ -241,9 +241,9 @@ class AttachmentStatistics:
         """Says in words why decoding was fast or slow, by the costs that were measured."""
         if not self.rounds:
             aside = "; ".join(self.stepped_aside)
-            return f"Nothing was drafted: {aside or self.reason or 'no text got further than its first token'}."
+            return f"No drafts: {aside or self.reason or 'no text got further than its first token'}."
         if not self.drafting_rounds:
-            return f"Nothing was drafted: {self.reason or 'by the measured costs, drafts would not have paid'}."
+            return f"No drafts: {self.reason or 'by the measured costs, drafts would not have paid'}."
         told = [f"A round emitted {self._emitted:.2f} tokens."]
         if (parts := self._parts) is not None:
             verifying, drafting, rest = parts

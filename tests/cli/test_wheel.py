@@ -1,5 +1,6 @@
 """The wheel: it can be published, and drafts where nothing of the checkout is."""
 
+import os
 import shutil
 import site
 import subprocess
@@ -50,9 +51,10 @@ def test_the_demo_drafts_outside_the_checkout(wheel, tmp_path):
     """The other packages are those of this environment."""
     called(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # no PYTHONPATH
     called(python, "-m", "pip", "install", "-q", "--no-deps", wheel, cwd=tmp_path)
-    own = called(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    own = called(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path, env=kept).strip()
     (Path(own) / "others.pth").write_text("\n".join(site.getsitepackages()))
-    said = called(tmp_path / "venv" / "bin" / "hsdraft", "demo", "--max-new-tokens", "16", cwd=tmp_path, env={})
+    said = called(tmp_path / "venv" / "bin" / "hsdraft", "demo", "--max-new-tokens", "16", cwd=tmp_path, env=kept)
     assert f"drafting with {own}/hf_hsdraft/hub/SmolLM2-135M-Instruct-hsdraft (HSDrafter)" in said
     assert "tau" in said and "same text   yes" in said

@@ -99,12 +99,12 @@ def test_statistics_explain_what_else_happened(target, prompt):
     found.drafted_nodes[:3], found.reason, found.compiling, found.processor_share = [0] * 3, "no masks", True, 0.3
     for part in ("7 of 10 rounds drafted", "chains, not trees: no masks", "still being compiled", "only 30% of the"):
         assert part in found.explain()
-    assert DraftStatistics().explain().startswith("Nothing was drafted")
+    assert DraftStatistics().explain().startswith("No drafts: ")
     assert "would not have paid" in DraftStatistics(accepted_lengths=[0], drafted_nodes=[0]).explain()
     attachment = attach(target, make_lm(target))
     attachment.drafter.generation_config.update(tree_sizing="cost", node_cost=None, depth_cost=None)
     target.generate(prompt, max_new_tokens=4, do_sample=False, num_beams=2)
-    assert attachment.statistics.explain() == "Nothing was drafted: the call decodes by beam search."
+    assert attachment.statistics.explain() == "No drafts: the call decodes by beam search."
     target.generate(prompt, max_new_tokens=24, do_sample=False)
     found = attachment.statistics  # nobody asked for times but the pace
     assert 0 < found.verify_seconds < found.seconds and found.plain_seconds and "in the time of" in found.explain()
