@@ -50,15 +50,15 @@ def machine(device: str | torch.device) -> dict[str, str]:
 
 
 class Recorder(PieceStreamer):
-    """Keeps the pieces of a text with the seconds at which they came, and prints them if there is a console."""
+    """Keeps the pieces of a text, and prints them if there is a console."""
 
     def __init__(self, tokenizer: Any, console: Console | None = None) -> None:
         super().__init__(tokenizer)
-        self.pieces: list[tuple[str, bool, float]] = []  # text, whether it was drafted, seconds
-        self._console, self._began = console, time.perf_counter()
+        self.pieces: list[tuple[str, bool, int]] = []  # text, whether it was drafted, number of tokens with it
+        self._console = console
 
     def show(self, text: str, drafted: bool) -> None:
-        self.pieces.append((text, drafted, time.perf_counter() - self._began))
+        self.pieces.append((text, drafted, len(self.ids)))
         if self._console is not None:
             self._console.print(Text(text, style=DRAFTED if drafted else _OWN), end="", soft_wrap=True)
 
@@ -67,7 +67,7 @@ class Recorder(PieceStreamer):
 class Side:
     """A text of one of the two sides."""
 
-    pieces: list[tuple[str, bool, float]]
+    pieces: list[tuple[str, bool, int]]
     tokens: int
     seconds: float
     statistics: DraftStatistics | None = None
@@ -80,11 +80,16 @@ class Side:
     def speed(self) -> float:
         return self.tokens / self.seconds
 
-    def coloured(self, until: float | None = None) -> Text:
-        """The text with accepted drafts coloured, and with what came `until` then bright, if that is given."""
+    @property
+    def forwards(self) -> int:
+        """Forwards of the target: without drafts one a token."""
+        return self.tokens if self.statistics is None else self.statistics.target_forwards
+
+    def coloured(self, forwards: int) -> Text:
+        """The text with accepted drafts coloured, and with what is not there after so many forwards dimmed."""
         shown = Text()
-        for text, drafted, seconds in self.pieces:
-            late = until is not None and seconds > until
+        for text, drafted, tokens in self.pieces:
+            late = self.statistics is None and tokens > forwards
             shown.append(text, style=_LATER if late else DRAFTED if drafted else _OWN)
         return shown
 
@@ -146,17 +151,21 @@ class Trial:
         return found | {"speed_up": statistics.median(self.gains), "spread": [min(self.gains), max(self.gains)]}
 
     def picture(self, command: str) -> str:
-        """An SVG of the last prompt's texts, at the moment at which the drafted one ends; `command` made it."""
+        """An SVG of the last prompt's texts after the drafted one's forwards; `command` made it.
+
+        It shows forwards, not seconds, so that it is about the model and not about a machine.
+        """
         each = self.tried[-1]
+        forwards, tau = each.drafted.forwards, each.drafted.tokens / each.drafted.forwards
         table = Table(box=box.SIMPLE, expand=True, padding=(0, 1))
-        table.add_column(f"plain: {each.plain.speed:.1f} tokens/s", ratio=1)
-        table.add_column(f"with drafts: {each.drafted.speed:.1f} tokens/s, {each.gain:.2f} times as fast", ratio=1)
-        table.add_row(each.plain.coloured(each.drafted.seconds), each.drafted.coloured())
+        table.add_column(f"plain: {each.plain.forwards} target forwards", ratio=1)
+        table.add_column(f"with drafts: {forwards} target forwards, {tau:.2f} tokens each", ratio=1)
+        table.add_row(each.plain.coloured(forwards), each.drafted.coloured(forwards))
         canvas = Console(record=True, width=_WIDTH, file=io.StringIO(), color_system="truecolor", legacy_windows=False)
         canvas.print(Text(f"> {each.prompt}", style="bold"))
         canvas.print(table)
         key = Text.assemble(("drafted and accepted", DRAFTED), ", the target's own, ", ("not there yet", _LATER))
-        canvas.print(Text.assemble(key, f" after {each.drafted.seconds:.1f} s"))
+        canvas.print(Text.assemble(key, f" after {forwards} forwards"))
         without_fonts = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # of other servers
         drawn = canvas.export_svg(title=f"hsdraft try {self.target}", code_format=without_fonts, unique_id="hsdraft")
         head, rest = drawn.split(">", 1)
