@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from runner import decoded, dtype_of, in_turns, loaded_target, options, print_table, prompt_texts
 
 if TYPE_CHECKING:
-    from hf_hsdraft.engine.call_output import DraftStatistics
+    from hf_hsdraft.core.statistics import DraftStatistics
 
 _WAYS = ("plain", "reuse", "anew")
 
@@ -48,7 +48,7 @@ class Compared:
 
     def cells(self) -> list[Any]:
         """Returns a row of the table, without the drafter's name."""
-        from hf_hsdraft.engine.call_output import pooled_tau
+        from hf_hsdraft.core.statistics import pooled_tau
 
         texts = f"{self.same('reuse')} and {self.same('anew')} of {len(self.texts['plain'])}"
         speeds = self.speed_up("reuse"), self.speed_up("anew")

@@ -5,6 +5,14 @@ hf auth login
 python examples/push_and_pull.py you/SmolLM2-135M-Instruct-hsdraft [folder of the drafter]
 
 The repository is private. HF_ENDPOINT selects another Hub than huggingface.co.
+
+Output:
+
+    pushed you/SmolLM2-135M-Instruct-hsdraft at ...
+    code of route 2: transformers_modules....
+    package: same tokens True
+    remote code: same tokens True
+    custom_generate: same tokens True
 """
 
 import sys
@@ -14,6 +22,8 @@ import torch
 from transformers import AutoModel
 
 from hf_hsdraft import HSDrafter, load_target
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # or yours: a Hub name or a folder
 
 if len(sys.argv) < 2:
     sys.exit(__doc__)
@@ -25,7 +35,7 @@ folder = sys.argv[2] if len(sys.argv) > 2 else committed
 commit = HSDrafter.from_pretrained(folder).push_to_hub(name, private=True)
 print(f"pushed {name} at {commit.oid}")
 
-model, tokenizer = load_target(None, dtype=torch.float32)
+model, tokenizer = load_target(MODEL, dtype=torch.float32)
 messages = [{"role": "user", "content": "A train travels 60 miles in 1.5 hours. How fast is it?"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 options = {"max_new_tokens": 48, "do_sample": False}

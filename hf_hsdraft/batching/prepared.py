@@ -12,9 +12,9 @@ from transformers import DynamicCache, StoppingCriteria
 
 from ..core.cache_name import given_cache
 from ..core.refusals import DraftingRefused
+from ..core.statistics import DraftStatistics
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter, Session, WrappedDrafter
-from ..engine.call_output import DraftStatistics
 from ..engine.decoding import check_call, check_verifier, speculative_decoding
 from ..engine.row_processors import is_row_wise
 from ..runtime.foreign_parts import look_at

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ..core.refusals import DraftingRefused
+from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter
-from ..engine.call_output import DraftStatistics
 from ..engine.decoding import first_prompt, introduce
 from ..engine.draft_limits import draft_size
 from ..engine.drafting import history_for

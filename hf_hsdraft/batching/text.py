@@ -12,9 +12,10 @@ import torch
 
 from ..core.cache_name import CACHE
 from ..core.draft_tree import DraftTree
+from ..core.statistics import DraftStatistics
 from ..core.tuning import TUNING
 from ..drafters.base.protocol import Accepted
-from ..engine.call_output import DraftStatistics, as_output, named_target
+from ..engine.call_output import as_output, named_target
 from ..engine.decoded_texts import DecodedTexts
 from ..runtime.findings import Size, find_out
 from ..runtime.target_limits import furthest_read

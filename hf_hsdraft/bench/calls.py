@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from ..core.statistics import DraftStatistics
 from ..cpu.packed_weights import PackedWeights, linears_to_pack
-from ..engine.call_output import DraftStatistics
 from ..runtime.misreading import Divergence
 from ..runtime.prompt_inputs import end_tokens
 from .systems import PLAIN, System, with_options

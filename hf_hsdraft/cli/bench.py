@@ -233,7 +233,7 @@ def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
 
 
 def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
-    from ..engine.call_output import pooled_tau
+    from ..core.statistics import pooled_tau
     from ..runtime.misreading import first_divergence
 
     call = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}

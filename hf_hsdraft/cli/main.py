@@ -60,7 +60,7 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "remote": ("Draft on a device, verify on a server.", {"serve": "verify-server"}),
 }  # fmt: skip
-TOP = ("demo", "train", "bench", "check", "serve", "chat", "ui", "info", "find")  # in this order
+TOP = ("demo", "try", "train", "bench", "check", "serve", "chat", "ui", "info", "find", "env")  # in this order
 
 
 def _commands() -> dict[str, CommandInfo]:

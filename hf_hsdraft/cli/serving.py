@@ -1,4 +1,4 @@
-"""`hsdraft serve`, `chat`, `ui` and `demo`."""
+"""`hsdraft serve`, `chat` and `ui`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from click.core import ParameterSource
 
 from ..core.progress import working
 from ._shared import (
-    QUESTION,
     AllowedHostOption,
     DeviceOption,
     DrafterOption,
     Dtype,
     DtypeOption,
     HostOption,
-    NewTokensOption,
     PlainOption,
     PortOption,
     SystemOption,
@@ -33,7 +31,6 @@ from ._shared import (
     checked_device,
     console,
     drafter_of,
-    load_pair,
     load_plain_or_pair,
     say,
 )
@@ -269,19 +266,3 @@ def ui(
     say(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it")
     _say_who_is_answered(host, hosts, True)
     serve_page(page, talks, listener, hosts)
-
-
-@app.command(short_help="Answer a prompt, with drafted tokens coloured.")
-def demo(
-    prompt: Annotated[str, typer.Argument(help="The prompt.")] = QUESTION,
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    max_new_tokens: NewTokensOption = 128,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
-) -> None:
-    """Answers a prompt with and without the drafter, with drafted tokens coloured."""
-    from ..serve.chat import run_demo
-
-    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
-    run_demo(model, tokenizer, loaded, prompt, max_new_tokens, console)

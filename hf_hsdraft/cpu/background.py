@@ -75,6 +75,11 @@ def start_compiler(
 _started: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
+def is_compiling() -> bool:
+    """Whether something that this process has started is still being compiled."""
+    return any(process.poll() is None for process in list(_started))
+
+
 def end_compilers() -> None:
     """Ends what this process has started, for measurements and tests: elsewhere another process finds what it makes."""
     for process in list(_started):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,153 +12,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from ..core.cache_name import CACHE
 from ..core.checks import public_name
-from ..core.tuning import TUNING
+from ..core.statistics import DraftStatistics
 from ..runtime.target_runtime import TargetRuntime
 from .decoded_texts import DecodedTexts, stacked
-
-
-@dataclass(repr=False)
-class DraftStatistics:
-    """What one call did; kept when `return_dict_in_generate=True`, and for an [`Attachment`].
-
-    Attributes:
-        new_tokens: tokens emitted, over all rows.
-        target_forwards: forwards of the target; reading the prompts is one, however it is chunked. Forwards that only
-            find out what a target can do are not counted.
-        row_forwards: the same, each counted for every row that was still growing; in a batch of one, equal.
-        accepted_lengths: drafted tokens emitted in each round after the prompts' forward, for each row.
-        drafted_nodes: nodes verified in each round, without the root, for each row.
-        round_rows: row of each entry of `accepted_lengths` and `drafted_nodes`.
-        drafter, target: class of the drafter; class and name of the target.
-        draft_kind: `"tree"` or `"chain"`, what was drafted.
-        reason: why chains were drafted, if they were not asked for.
-        exact: whether the text has the target's distribution; False only for a lossy verification rule.
-        relaxed_tokens: tokens that a lossy rule accepted in place of the target's own; 0 under exact rules.
-        packed_weights: whether rounds used packed copies of the target's weights at some point.
-        compiled_layers: whether rounds ran the target's decoder layers as compiled programs at some point.
-        reused_share: share of the layers' work in verifying trees that self-speculation had done while drafting; 0 for
-            other drafters.
-        processor_share: part of the processor time that the process's threads wanted in the call which they got, 0 to
-            1; other processes and a container's quota take the rest. `None` on a GPU, and where it is unknown.
-        prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time. The rest of the
-            total is Python between the parts, and finding out what a target can do. The parts are 0 without
-            `return_dict_in_generate=True`.
-    """
-
-    new_tokens: int = 0
-    target_forwards: int = 0
-    row_forwards: int = 0
-    accepted_lengths: list[int] = field(default_factory=list)
-    drafted_nodes: list[int] = field(default_factory=list)
-    round_rows: list[int] = field(default_factory=list)
-    drafter: str = ""
-    target: str = ""
-    draft_kind: str = "tree"
-    reason: str = ""
-    exact: bool = True
-    relaxed_tokens: int = 0
-    packed_weights: bool = False
-    compiled_layers: bool = False
-    reused_share: float = 0.0
-    processor_share: float | None = None
-    prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    commit_seconds: float = 0.0
-    total_seconds: float = 0.0
-
-    @property
-    def rounds(self) -> int:
-        """Rounds of drafting, each counted for every row; the prompts' forward is not counted."""
-        return len(self.accepted_lengths)
-
-    @property
-    def tau(self) -> float:
-        """Tokens emitted per target forward and row, the bonus token included; plain decoding has exactly 1."""
-        return self.new_tokens / max(self.row_forwards, 1)
-
-    @property
-    def accepted_by_row(self) -> list[list[int]]:
-        """`accepted_lengths` of each row, round by round; a row that drafted nothing has none."""
-        found: list[list[int]] = [[] for _ in range(max(self.round_rows, default=-1) + 1)]
-        for row, length in zip(self.round_rows, self.accepted_lengths, strict=True):
-            found[row].append(length)
-        return found
-
-    @property
-    def acceptance_by_depth(self) -> list[float]:
-        """Share of the rounds that accepted at least 1, 2, ... drafted tokens; their sum and 1 are emitted a round."""
-        return [count / self.rounds for count in reached_depths(self.accepted_lengths)]
-
-    def __repr__(self) -> str:
-        """A few lines for people; the fields hold the figures."""
-        kind = f"{self.draft_kind}s" + (f": {self.reason}" if self.reason else "")
-        used = {"packed weights": self.packed_weights, "compiled layers": self.compiled_layers}
-        return "\n".join(
-            [
-                told_tau(self),
-                told_depths(self.acceptance_by_depth, self.rounds),
-                f"drafter: {self.drafter or 'unknown'}, {kind}; target: {self.target or 'unknown'}",
-                self._told_seconds(),
-                ", ".join([told_text(self.exact, self.relaxed_tokens), *(name for name, was in used.items() if was)]),
-            ]
-        )
-
-    def _told_seconds(self) -> str:
-        held_up = ""
-        if self.processor_share is not None and self.processor_share < TUNING.least_share:
-            held_up = f"; its threads got {self.processor_share:.0%} of the processor time that they wanted"
-        parts = {part: getattr(self, f"{part}_seconds") for part in ("prefill", "draft", "verify", "commit")}
-        if not any(parts.values()):
-            return f"seconds: {self.total_seconds:.2f}{held_up}"
-        parts["other"] = max(self.total_seconds - sum(parts.values()), 0.0)
-        summed = " + ".join(f"{each:.2f} {part}" for part, each in parts.items())
-        return f"seconds: {self.total_seconds:.2f} = {summed}{held_up}"
-
-    # Whisper's `generate` splits each field of an output by row, and moves the parts to the CPU.
-    __iter__ = None
-
-    def __getitem__(self, row: int) -> DraftStatistics:
-        """The statistics of the whole call, as its rows are decoded together."""
-        return self
-
-    def cpu(self) -> DraftStatistics:
-        return self
-
-
-def reached_depths(lengths: Sequence[int]) -> list[int]:
-    """Returns for d = 1, 2, ... the number of rounds that accepted at least d drafted tokens, given those of each."""
-    return [sum(length >= depth for length in lengths) for depth in range(1, max(lengths, default=0) + 1)]
 
 
 def named_target(target: Any) -> str:
     """Returns a target's class and its name, without local directories."""
     name = public_name(getattr(target, "name_or_path", "") or "")
     return " ".join(filter(None, [type(target).__name__, name]))
-
-
-def told_tau(found: Any) -> str:
-    """Tau with its definition and the numbers that it is made of, out of statistics of one call or of several."""
-    counted = f"{found.target_forwards} forwards"
-    if found.row_forwards != found.target_forwards:
-        counted = f"{found.row_forwards} forwards counted by row, {counted} in all"
-    per = "tokens emitted per target forward and row, bonus token included"
-    return f"tau {found.tau:.2f} ({per}): {found.new_tokens} tokens, {counted}"
-
-
-def told_depths(shares: Sequence[float], rounds: int) -> str:
-    shown = "  ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(shares, 1)) or "nothing"
-    return f"accepted by depth, share of {rounds} rounds: {shown}"
-
-
-def told_text(exact: bool, relaxed: int) -> str:
-    return "text: the target's own" if exact else f"text: lossy verification, {relaxed} tokens relaxed"
-
-
-def pooled_tau(statistics: Sequence[DraftStatistics]) -> float:
-    """Returns tau over several calls: all emitted tokens per row forward."""
-    forwards = sum(call.row_forwards for call in statistics)
-    return sum(call.new_tokens for call in statistics) / max(forwards, 1)
 
 
 @dataclass

@@ -16,8 +16,10 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from ..core.checks import public_name
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
+from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
+from ..cpu.background import is_compiling
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
@@ -36,7 +38,6 @@ from ..runtime.target_limits import (
 from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..verify.verdict import Verifier
 from .call_output import (
-    DraftStatistics,
     HSDraftEncoderDecoderOutput,
     HSDraftGenerateOutput,
     as_output,
@@ -213,7 +214,7 @@ def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, watch: 
     statistics = keeper.statistics
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
-    statistics.compiled_layers = runtime.acceleration.programs
+    statistics.compiled_layers, statistics.compiling = runtime.acceleration.programs, is_compiling()
 
 
 def introduce(drafter: Drafter, target: Any, tokenizer: Any, synced_gpus: bool, tokens: Sequence[int]) -> None:

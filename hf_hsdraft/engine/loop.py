@@ -25,8 +25,8 @@ import torch
 
 from ..core.draft_tree import DraftTree, Expansion
 from ..core.processors import ProcessorTime
+from ..core.statistics import DraftStatistics
 from ..drafters.base.protocol import Accepted
-from .call_output import DraftStatistics
 from .drafting import Drafting, Wanted
 
 
@@ -169,12 +169,14 @@ class Keeper(Observer):
         """Ends a part of a round or of the call: `"draft"`, ..."""
         now = self._now()
         self._seconds[part], self._last = now - self._last, now
-        if self._timed:
+        if now:
             name = f"{part}_seconds"
             setattr(self.statistics, name, getattr(self.statistics, name) + self._seconds[part])
 
     def finish(self) -> None:
         self.statistics.processor_share = self._processors.share()
+        if self._drafting is not None and self._drafting.pace is not None:
+            self.statistics.plain_seconds = self._drafting.pace.plain_seconds
         if self._timed:
             self.statistics.total_seconds = self._now() - self._begin
 
@@ -188,8 +190,8 @@ class Keeper(Observer):
         self.enter("verify")  # reading the choices has waited for the device
 
     def ended(self, done: Round) -> None:
+        self.enter("commit")
         if self._timed:
-            self.enter("commit")
             self.statistics.draft_seconds += done.followed
             self.statistics.verify_seconds -= done.followed
         self.statistics.target_forwards += done.forwards if done.nodes else 0  # idle rounds keep processes in step

@@ -13,13 +13,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,9 +27,10 @@ from transformers.utils import logging
 
 from ..core.forks import new_lock
 from ..core.refusals import DraftingRefused
+from ..core.statistics import AttachmentStatistics, DraftStatistics
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter
-from ..engine.call_output import DraftStatistics, named_target, reached_depths, told_depths, told_tau, told_text
+from ..engine.call_output import named_target
 from ..engine.decoding import check_drafter, speculative_decoding, told_of_class
 from ..runtime.module_hooks import fingerprint, no_hooks_left
 from ..runtime.target_parts import decoding_model
@@ -45,76 +44,6 @@ _BATCHING = (
     "transformers' own continuous batching (init_continuous_batching, `transformers serve --continuous-batching`) "
     "decodes by itself and never drafts: use generate_batch, hf_hsdraft.generate_many or `hsdraft serve`"
 )
-
-
-@dataclass(repr=False)
-class AttachmentStatistics:
-    """What the calls of a model did since a drafter was attached, or since `Attachment.reset`.
-
-    Attributes:
-        calls: drafted calls that ended without an error.
-        new_tokens: tokens that they emitted, over all rows.
-        target_forwards: their forwards of the target, the prompts' included.
-        row_forwards: the same, each counted for every row that was still growing.
-        accepted_tokens: emitted tokens that were drafted.
-        drafted_nodes: drafted tokens that the target verified.
-        rounds: rounds of drafting, each counted for every row.
-        accepted_by_depth: for d = 1, 2, ..., the number of these rounds that accepted at least d drafted tokens.
-        seconds: total wall-clock time of decoding.
-        exact: whether all of their texts have the target's distribution; see [`DraftStatistics`].
-        relaxed_tokens: tokens that a lossy rule accepted in place of the target's own.
-        stepped_aside: number of calls decoded without drafts, by reason.
-    """
-
-    calls: int = 0
-    new_tokens: int = 0
-    target_forwards: int = 0
-    row_forwards: int = 0
-    accepted_tokens: int = 0
-    drafted_nodes: int = 0
-    rounds: int = 0
-    accepted_by_depth: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    exact: bool = True
-    relaxed_tokens: int = 0
-    stepped_aside: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def tau(self) -> float:
-        """Tokens emitted by drafted calls per target forward and row; plain decoding has exactly 1."""
-        return self.new_tokens / max(self.row_forwards, 1)
-
-    @property
-    def acceptance_by_depth(self) -> list[float]:
-        """As in [`DraftStatistics`], over all drafted calls."""
-        return [count / self.rounds for count in self.accepted_by_depth]
-
-    def add(self, done: DraftStatistics, seconds: float) -> None:
-        """Adds a drafted call that took so many seconds."""
-        self.calls += 1
-        self.new_tokens += done.new_tokens
-        self.target_forwards += done.target_forwards
-        self.row_forwards += done.row_forwards
-        self.accepted_tokens += sum(done.accepted_lengths)
-        self.drafted_nodes += sum(done.drafted_nodes)
-        self.rounds += done.rounds
-        counts = self.accepted_by_depth, reached_depths(done.accepted_lengths)
-        self.accepted_by_depth = [sum(pair) for pair in itertools.zip_longest(*counts, fillvalue=0)]
-        self.seconds += seconds
-        self.exact = self.exact and done.exact
-        self.relaxed_tokens += done.relaxed_tokens
-
-    def __repr__(self) -> str:
-        """A few lines for people; the fields hold the figures."""
-        lines = [f"drafted calls: {self.calls}, in {self.seconds:.2f} s"]
-        if self.calls:
-            lines += [
-                told_tau(self),
-                told_depths(self.acceptance_by_depth, self.rounds),
-                told_text(self.exact, self.relaxed_tokens),
-            ]
-        lines += [f"calls without drafts: {count}, because {reason}" for reason, count in self.stepped_aside.items()]
-        return "\n".join(lines)
 
 
 class Attachment:
@@ -141,7 +70,7 @@ class Attachment:
     def __repr__(self) -> str:
         model = self._model()
         target = "a model that is gone" if model is None else named_target(model)
-        return f"{type(self.drafter).__name__} attached to {target}\n{self.statistics}"
+        return f"{type(self.drafter).__name__} attached to {target}\n{self.statistics!r}"
 
     @property
     def statistics(self) -> AttachmentStatistics:

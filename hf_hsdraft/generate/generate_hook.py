@@ -14,9 +14,10 @@ from transformers.generation.logits_process import SuppressTokensAtBeginLogitsPr
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
+from ..core.statistics import DraftStatistics
 from ..drafters.base.draft_options import option_names
 from ..drafters.base.protocol import Drafter
-from ..engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, named_target
+from ..engine.call_output import HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, named_target
 from ..engine.decoding import check_drafter, speculative_decoding, told_of_class
 from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_limits import GRADIENTS, check_inputs, gradients_flow

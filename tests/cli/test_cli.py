@@ -17,7 +17,7 @@ from hf_hsdraft.transformers_version import NEEDED, TESTED, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 
-TOP = ["demo", "train", "bench", "check", "serve", "chat", "ui", "info", "find"]
+TOP = ["demo", "try", "train", "bench", "check", "serve", "chat", "ui", "info", "find", "env"]
 GROUPS = {
     "estimate": ["training", "decoding", "hierarchy"],
     "hub": ["push", "pull", "list", "card", "export"],

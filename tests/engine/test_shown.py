@@ -1,6 +1,7 @@
 """What statistics, attachments and drafters print."""
 
 import itertools
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -9,13 +10,13 @@ from family_helpers import make_lm
 from session_helpers import padded
 
 from hf_hsdraft import CachebackDrafter, attach
-from hf_hsdraft.engine.call_output import DraftStatistics
+from hf_hsdraft.core.statistics import AttachmentStatistics, DraftStatistics
 
 CALL = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
 
 
 def shown(text) -> list[str]:
-    return str(text).splitlines()
+    return repr(text).splitlines()
 
 
 def test_statistics_print_what_their_fields_hold(target, prompt):
@@ -33,7 +34,12 @@ def test_statistics_print_what_their_fields_hold(target, prompt):
     assert 1 + sum(found.acceptance_by_depth) == pytest.approx((found.new_tokens - 1) / found.rounds)
     assert lines[2] == "drafter: CausalLMDrafter, trees; target: LlamaForCausalLM"
     assert lines[3].startswith(f"seconds: {found.total_seconds:.2f} = {found.prefill_seconds:.2f} prefill + ")
-    assert lines[4] == "text: the target's own" and repr(found) == str(found)
+    assert lines[4] == "text: the target's own"
+    accepted = " ".join(f"{share:.0%}" for share in found.acceptance_by_depth)
+    assert str(found) == (
+        f"tau {found.tau:.2f}, 24 tokens in {found.target_forwards} forwards, {found.total_seconds:.2f} s, accepted by "
+        f"depth: {accepted}"
+    )
 
 
 def test_accepted_lengths_by_row_are_those_of_each_text_alone(target):
@@ -48,6 +54,60 @@ def test_accepted_lengths_by_row_are_those_of_each_text_alone(target):
         # The prompts' forward emits one token and each round one more; of the last round tokens may be dropped.
         assert 0 <= 1 + sum(by_row[row]) + len(by_row[row]) - CALL["max_new_tokens"] <= by_row[row][-1]
     assert "counted by row" in shown(found.statistics)[0]
+
+
+def test_notebooks_show_a_table_with_a_bar_for_each_depth(target, prompt):
+    with attach(target, make_lm(target)) as attachment:
+        found = target.generate(prompt, **CALL).statistics
+    for page in (found._repr_html_(), attachment.statistics._repr_html_()):
+        texts = ["".join(row.itertext()) for row in ElementTree.fromstring(f"<div>{page}</div>").iter("tr")]
+        assert f"tau{found.tau:.2f}" in texts and found.explain().replace("<", "&lt;") in page
+        for depth, share in enumerate(found.acceptance_by_depth, 1):
+            assert f"accepted, depth {depth} {share:.0%}" in texts and f"width:{10 * share:.1f}em" in page
+
+
+def drafted(accepted: int, **seconds: float) -> DraftStatistics:
+    """Ten rounds with 8 nodes, each accepting as many, where a plain forward takes a second."""
+    return DraftStatistics(
+        new_tokens=1 + 10 * (1 + accepted), target_forwards=11, row_forwards=11, accepted_lengths=[accepted] * 10,
+        drafted_nodes=[8] * 10, round_rows=[0] * 10, plain_seconds=1.0, **seconds,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "limit"),
+    [
+        (drafted(2, verify_seconds=20.0, draft_seconds=1.0), "Verification limits it"),
+        (drafted(2, verify_seconds=12.0, draft_seconds=9.0), "Drafting limits it"),
+        (drafted(2, verify_seconds=11.0, draft_seconds=1.0), "Acceptance limits it: 100% of"),
+        (drafted(0, verify_seconds=20.0, draft_seconds=9.0), "Acceptance limits it: 0% of"),
+    ],
+)
+def test_statistics_explain_what_limits_a_call_by_its_costs(found, limit):
+    said = found.explain()
+    parts = [found.verify_seconds / 10, found.draft_seconds / 10]
+    assert limit in said and f"in the time of {sum(parts):.2f} forwards over one token" in said
+    assert f"{parts[0]:.2f} to verify 8.0 drafted tokens, {parts[1]:.2f} to draft them" in said
+    two = AttachmentStatistics()
+    two.add(found, 1.0)
+    two.add(found, 1.0)
+    assert two.explain() == said, "the same calls twice"
+
+
+def test_statistics_explain_what_else_happened(target, prompt):
+    found = drafted(1)
+    found.drafted_nodes[:3], found.reason, found.compiling, found.processor_share = [0] * 3, "no masks", True, 0.3
+    for part in ("7 of 10 rounds drafted", "chains, not trees: no masks", "still being compiled", "only 30% of the"):
+        assert part in found.explain()
+    assert DraftStatistics().explain().startswith("No drafts: ")
+    assert "would not have paid" in DraftStatistics(accepted_lengths=[0], drafted_nodes=[0]).explain()
+    attachment = attach(target, make_lm(target))
+    attachment.drafter.generation_config.update(tree_sizing="cost", node_cost=None, depth_cost=None)
+    target.generate(prompt, max_new_tokens=4, do_sample=False, num_beams=2)
+    assert attachment.statistics.explain() == "No drafts: the call decodes by beam search."
+    target.generate(prompt, max_new_tokens=24, do_sample=False)
+    found = attachment.statistics  # nobody asked for times but the pace
+    assert 0 < found.verify_seconds < found.seconds and found.plain_seconds and "in the time of" in found.explain()
 
 
 def test_chains_and_lossy_rules_print_why(target):

@@ -6,7 +6,7 @@ from conftest import failing, make_drafter
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from hf_hsdraft import CachebackDrafter, attach
-from hf_hsdraft.engine.call_output import DraftStatistics
+from hf_hsdraft.core.statistics import DraftStatistics
 
 VOCABULARY, FRAMES = 99, 40  # of one segment
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}

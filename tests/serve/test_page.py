@@ -399,6 +399,36 @@ def test_a_message_is_answered_compared_and_drawn(browser, address):
         page.wait_for_function("document.querySelectorAll('.hs-turn').length === 0")
 
 
+# Texts that are wider than a part of the page that hides the rest, or than the window; not those for screen readers.
+CUT = """() => {
+    const walker = document.createTreeWalker(document.querySelector('.gradio-container'), NodeFilter.SHOW_TEXT);
+    const cut = [], range = document.createRange();
+    while (walker.nextNode()) {
+        range.selectNodeContents(walker.currentNode);
+        const box = range.getBoundingClientRect();
+        let hidden = !walker.currentNode.data.trim() || !box.width, over = box.right > window.innerWidth + 1;
+        for (let outer = walker.currentNode.parentElement; outer; outer = outer.parentElement) {
+            const around = outer.getBoundingClientRect();
+            hidden = hidden || around.width <= 1;
+            over = over || getComputedStyle(outer).overflowX !== 'visible' && box.right > around.right + 1;
+        }
+        if (over && !hidden) cut.push(walker.currentNode.data);
+    }
+    return cut;
+}"""
+
+
+@in_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_label_is_cut_in_narrow_and_wide_windows(browser, address, width):
+    with opened(browser, address) as page:
+        page.set_viewport_size({"width": width, "height": 844})
+        say(page, "w1 w2")
+        wait_for_end(page, 1)
+        assert page.evaluate(CUT) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 @in_browser
 def test_html_and_templates_stay_text_and_errors_are_told(browser, address):
     with opened(browser, address) as page:

@@ -284,6 +284,11 @@ class AutoDrafter:
             tokenizer: the target's; by default the one beside its weights.
             local_files_only: whether to look into the cache only, instead of on the Hub too.
         """
+        return cls.chosen_for(model, tokenizer, local_files_only)[1]
+
+    @classmethod
+    def chosen_for(cls, model: Any, tokenizer: Any = None, local_files_only: bool = False) -> tuple[Found, Any]:
+        """Returns what `for_target` does, behind the row of `hsdraft find` that it is."""
         target = TargetInfo.of_model(model, tokenizer, local_files_only)
         (*found, ngrams), note = find(target, local_files_only)
         assert ngrams.made is not None
@@ -299,13 +304,13 @@ class AutoDrafter:
                 logger.warning(f"{each.name} is not used, although it fits: {error}")
                 continue
             logger.warning(f"drafting with {each.name} ({each.kind}): {each.why}")
-            return drafter
+            return each, drafter
         named = printable(target.name) or type(model).__name__
         logger.warning(
             f"nothing that was trained for {named} is at hand{f' ({note})' if note else ''}: drafting with n-grams; "
             f"`{train_command(target.place or 'path/or/name')}` trains a drafter"
         )
-        return ngrams.made(model)
+        return ngrams, ngrams.made(model)
 
 
 def _load_of_transformers(

@@ -166,7 +166,7 @@ _FOUND = Found(
     "CachebackDrafter",
     "for any target: repeats phrases of the text and its prompt",
     0,
-    "model.generate(**inputs, assistant_model=CachebackDrafter())",
+    'model.generate(**inputs, assistant_model="ngrams")',
     trained=False,
     made=lambda target: CachebackDrafter(),
 )

@@ -22,8 +22,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import make_table
 
 from ...core.checks import few
+from ...core.statistics import AttachmentStatistics
 from ...drafters.base.protocol import Drafter
-from ...generate.attachment import Attachment, AttachmentStatistics, attach
+from ...generate.attachment import Attachment, attach
 
 logger = logging.getLogger("lm_eval.hsdraft")  # shown like lm_eval's messages
 
@@ -68,13 +69,14 @@ def as_fields(statistics: AttachmentStatistics) -> dict[str, Any]:
 
 
 def what_drafting_did(statistics: AttachmentStatistics) -> str:
-    """One sentence, and a line for each reason to step aside."""
+    """One sentence, a line for each reason to step aside, and why drafting was fast or slow."""
     said = f"{statistics.calls} calls of generate() drafted"
     if statistics.calls:
         said += f", tau {statistics.tau:.2f}, {statistics.new_tokens} tokens in {statistics.seconds:.1f} s"
     aside = statistics.stepped_aside
     said += f"; {sum(aside.values())} stepped aside"
-    return said + "".join(f"\n  {count} because {reason}" for reason, count in aside.items())
+    said += "".join(f"\n  {count} because {reason}" for reason, count in aside.items())
+    return f"{said}\n{statistics.explain()}" if statistics.calls else said
 
 
 @dataclass(frozen=True)

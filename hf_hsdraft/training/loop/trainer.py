@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
+from ...core.statistics import DraftStatistics, pooled_tau
 from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.target_weights import TargetWeights
-from ...engine.call_output import DraftStatistics, pooled_tau
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import TokenizedConversation
 from ..data.features import Features, read_features

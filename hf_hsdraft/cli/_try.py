@@ -1,0 +1,246 @@
+"""What `hsdraft try` and `hsdraft demo` do once target and drafter are loaded."""
+
+from __future__ import annotations
+
+import html
+import io
+import platform
+import re
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from rich import box
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .._version import __version__
+from ..bench.calls import processor
+from ..core.progress import working
+from ..core.statistics import AttachmentStatistics, DraftStatistics
+from ..runtime.misreading import first_divergence
+from ..runtime.prompt_inputs import encode_prompts, room_left
+from ..serve.conversation import PieceStreamer
+
+DRAFTED, _OWN, _LATER = "green", "default", "dim"
+_WARM_UP = 24  # tokens
+_WIDTH = 110  # columns of a picture
+DEFINITIONS = (
+    "tau: tokens emitted per target forward, bonus included (plain: 1). plain: generate() without a drafter, same "
+    "settings and process. tokens/s: new tokens over the seconds of one call. same text: whether both texts are equal."
+)
+
+
+def machine(device: str | torch.device) -> dict[str, str]:
+    """Returns versions and processor, as `hsdraft env` prints them."""
+    return {
+        "hf_hsdraft": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "processor": processor(torch.device(device)),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+class Recorder(PieceStreamer):
+    """Keeps the pieces of a text, and prints them if there is a console."""
+
+    def __init__(self, tokenizer: Any, console: Console | None = None) -> None:
+        super().__init__(tokenizer)
+        self.pieces: list[tuple[str, bool, int]] = []  # text, whether it was drafted, number of tokens with it
+        self._console = console
+
+    def show(self, text: str, drafted: bool) -> None:
+        self.pieces.append((text, drafted, len(self.ids)))
+        if self._console is not None:
+            self._console.print(Text(text, style=DRAFTED if drafted else _OWN), end="", soft_wrap=True)
+
+
+@dataclass
+class Side:
+    """A text of one of the two sides."""
+
+    pieces: list[tuple[str, bool, int]]
+    tokens: int
+    seconds: float
+    statistics: DraftStatistics | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _, _ in self.pieces)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the target: without drafts one a token."""
+        return self.tokens if self.statistics is None else self.statistics.target_forwards
+
+    def coloured(self, forwards: int) -> Text:
+        """The text with accepted drafts coloured, and with what is not there after so many forwards dimmed."""
+        shown = Text()
+        for text, drafted, tokens in self.pieces:
+            late = self.statistics is None and tokens > forwards
+            shown.append(text, style=_LATER if late else DRAFTED if drafted else _OWN)
+        return shown
+
+
+@dataclass
+class Tried:
+    """A prompt and its two texts; `divergence` says where they differ, empty if they are equal."""
+
+    prompt: str
+    plain: Side
+    drafted: Side
+    divergence: str
+
+    @property
+    def gain(self) -> float:
+        return self.drafted.speed / self.plain.speed
+
+
+@dataclass
+class Trial:
+    """All that `hsdraft try` found out."""
+
+    target: str
+    drafter: str
+    why: str
+    code: list[str]
+    machine: dict[str, str]
+    tried: list[Tried] = field(default_factory=list)
+
+    @property
+    def totals(self) -> AttachmentStatistics:
+        totals = AttachmentStatistics()
+        for each in self.tried:
+            assert each.drafted.statistics is not None
+            totals.add(each.drafted.statistics, each.drafted.seconds)
+        return totals
+
+    @property
+    def gains(self) -> list[float]:
+        return [each.gain for each in self.tried]
+
+    def document(self) -> dict[str, Any]:
+        """All of it, as JSON."""
+        sides = [
+            {
+                "prompt": each.prompt,
+                "same_text": not each.divergence,
+                "divergence": each.divergence,
+                "speed_up": each.gain,
+                **{
+                    name: {"text": side.text, "tokens": side.tokens, "seconds": side.seconds}
+                    for name, side in (("plain", each.plain), ("drafted", each.drafted))
+                },
+                "tau": each.drafted.statistics.tau if each.drafted.statistics else None,
+            }
+            for each in self.tried
+        ]
+        found = vars(self) | {"tried": sides, "tau": self.totals.tau, "explanation": self.totals.explain()}
+        return found | {"speed_up": statistics.median(self.gains), "spread": [min(self.gains), max(self.gains)]}
+
+    def picture(self, command: str) -> str:
+        """An SVG of the last prompt's texts after the drafted one's forwards; `command` made it.
+
+        It shows forwards, not seconds, so that it is about the model and not about a machine.
+        """
+        each = self.tried[-1]
+        forwards, tau = each.drafted.forwards, each.drafted.tokens / each.drafted.forwards
+        table = Table(box=box.SIMPLE, expand=True, padding=(0, 1))
+        table.add_column(f"plain: {each.plain.forwards} target forwards", ratio=1)
+        table.add_column(f"with drafts: {forwards} target forwards, {tau:.2f} tokens each", ratio=1)
+        table.add_row(each.plain.coloured(forwards), each.drafted.coloured(forwards))
+        canvas = Console(record=True, width=_WIDTH, file=io.StringIO(), color_system="truecolor", legacy_windows=False)
+        canvas.print(Text(f"> {each.prompt}", style="bold"))
+        canvas.print(table)
+        key = Text.assemble(("drafted and accepted", DRAFTED), ", the target's own, ", ("not there yet", _LATER))
+        canvas.print(Text.assemble(key, f" after {forwards} forwards"))
+        without_fonts = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # of other servers
+        drawn = canvas.export_svg(title=f"hsdraft try {self.target}", code_format=without_fonts, unique_id="hsdraft")
+        head, rest = drawn.split(">", 1)
+        return f"{head}>\n<desc>{html.escape(command)}</desc>{rest}"
+
+
+def decode(trial: Trial, model: Any, tokenizer: Any, drafter: Any, prompts: list[str], most: int, out: Console) -> None:
+    """Decodes each prompt with and without the drafter, and shows the drafted text while it comes.
+
+    Raises a ValueError before anything is decoded if a prompt fills the context window.
+    """
+    encoded = encode_prompts(model, tokenizer, prompts)
+    calls: list[dict[str, Any]] = []
+    for inputs in encoded:
+        room = room_left(model, inputs["input_ids"].shape[1])
+        calls.append({**inputs, "do_sample": False, "max_new_tokens": min(most, room), "return_dict_in_generate": True})
+    with working("first calls, which take longer: trying what decoding costs here"):
+        for assistant in (None, drafter):
+            model.generate(**{**calls[0], "max_new_tokens": min(_WARM_UP, most)}, assistant_model=assistant)
+    for number, (prompt, call) in enumerate(zip(prompts, calls, strict=True)):
+        out.print(Text(prompt, style="bold"), soft_wrap=True)
+        sides, outputs = dict[bool, Side](), dict[bool, Any]()
+        for drafts in (True, False) if number % 2 == 0 else (False, True):
+            if drafts:
+                sides[True], outputs[True] = _decoded(model, call, drafter, Recorder(tokenizer, out))
+                out.print("\n")
+            else:
+                with working(f"the same without drafts ({number + 1} of {len(prompts)})"):
+                    sides[False], outputs[False] = _decoded(model, call, None, Recorder(tokenizer))
+        length = call["input_ids"].shape[1]
+        found = first_divergence(model, length, outputs[False].sequences, outputs[True].sequences)
+        trial.tried.append(Tried(prompt, sides[False], sides[True], "" if found is None else str(found)))
+
+
+def _decoded(model: Any, call: dict[str, Any], drafter: Any, streamer: Recorder) -> tuple[Side, Any]:
+    begin = time.perf_counter()
+    output = model.generate(**call, assistant_model=drafter, streamer=streamer)
+    seconds, tokens = time.perf_counter() - begin, output.sequences.shape[1] - call["input_ids"].shape[1]
+    return Side(streamer.pieces, tokens, seconds, getattr(output, "statistics", None)), output
+
+
+def report(trial: Trial, out: Console) -> None:
+    """Prints what was found."""
+    table = Table("prompt", "tau", "plain, tokens/s", "drafted, tokens/s", "speed-up", "same text", box=box.SIMPLE)
+    for number, each in enumerate(trial.tried, 1):
+        assert each.drafted.statistics is not None
+        speeds = f"{each.plain.speed:.1f}", f"{each.drafted.speed:.1f}", f"{each.gain:.2f}"
+        table.add_row(f"{number}", f"{each.drafted.statistics.tau:.2f}", *speeds, each.divergence or "yes")
+    out.print(table)
+    spread = f" ({min(trial.gains):.2f} to {max(trial.gains):.2f})" if len(trial.gains) > 1 else " (one prompt)"
+    same = sum(not each.divergence for each in trial.tried)
+    totals = trial.totals
+    rows = {
+        "speed-up": f"{statistics.median(trial.gains):.2f} times plain{spread}",
+        "same text": "yes" if same == len(trial.tried) else f"{same} of {len(trial.tried)}",
+        "tau": f"{totals.tau:.2f}  ({totals.new_tokens} tokens in {totals.target_forwards} target forwards)",
+        "drafter": f"{trial.drafter}: {trial.why}",
+    }
+    for title, value in rows.items():
+        out.print(f"{title:12}{value}", markup=False, highlight=False, soft_wrap=True)
+    if statistics.median(trial.gains) > totals.tau:
+        out.print(f"{'':12}more than tau: {_why_more(trial)}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"\n{totals.explain()}\n", markup=False, highlight=False)
+    for line in trial.code:
+        out.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+    out.print()
+    out.print(Text(DEFINITIONS, style="dim"))
+
+
+def _why_more(trial: Trial) -> str:
+    calls = [each.drafted.statistics for each in trial.tried if each.drafted.statistics]
+    used = {
+        "packed weights": any(call.packed_weights for call in calls),
+        "compiled layers": any(call.compiled_layers for call in calls),
+    }
+    if names := " and ".join(name for name, was in used.items() if was):
+        return f"rounds also have {names}, which plain generate() does not have"
+    return "a forward took less time with the drafter than without, so something else slowed plain decoding down"

