@@ -287,7 +287,7 @@ def _sizes(checkpoint: Checkpoint) -> TargetSizes:
     if not (is_integer(vocab_size) and is_integer(hidden_size)):
         place = checkpoint.folder / CONFIG
         raise DamagedFile(f"{place} is damaged: expected numbers vocab_size and hidden_size", place)
-    return TargetSizes(vocab_size=vocab_size, target_hidden_size=hidden_size)
+    return TargetSizes(vocab_size=vocab_size, target_hidden_size=hidden_size)  # type: ignore[arg-type]
 
 
 class NextnDrafter(Drafter):
@@ -334,7 +334,7 @@ class NextnDrafter(Drafter):
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         shapes = self._checkpoint.shapes
         layers = sum(math.prod(shape) for name, shape in shapes.items() if ".layers." in name and ".head." not in name)
-        head = self.config.vocab_size * self.config.target_hidden_size
+        head = (self.config.vocab_size or 0) * self.config.target_hidden_size
         return Read("layers", layers, depth, width), Read("head", head, depth, width, borrowed=True)
 
     def _of(self, target: Any) -> MtpDrafter:
