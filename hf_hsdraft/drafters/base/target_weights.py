@@ -73,7 +73,7 @@ def borrow(
         tokens = tokens if place.type == "meta" else tokens.to(place)  # accelerate's hook moves them
         return look_up(tokens).to(device, dtype)
 
-    is_same = is_table and table is not None and (table.device, table.dtype) == (device, dtype)
+    is_same = is_table and type(table) is torch.Tensor and (table.device, table.dtype) == (device, dtype)
     return TargetWeights(embed, head, vocab_ids, table if is_same else None)
 
 

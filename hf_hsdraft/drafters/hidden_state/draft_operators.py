@@ -145,9 +145,10 @@ class SearchingOperator:
             operands = _Operands.of([norm], products, [update.bias])
         except TypeError:
             return None
-        same = {weight.dtype for weight in (norm.weight, up.weight, *(product.weight for product in products))}
+        weights = [norm.weight, up.weight, *(product.weight for product in products)]
+        same = {(type(weight), weight.dtype) for weight in weights}  # not quantised, which has a class of its own
         fit = not (up.weight.shape[1] % 32 or update.weight.shape[0] % 32 or norm.weight.numel() % 16)
-        return cls(injector, operands, norm.eps) if len(same) == 1 and fit else None
+        return cls(injector, operands, norm.eps) if len(same) == 1 and type(up.weight) is torch.Tensor and fit else None
 
     def __call__(
         self,

@@ -1,0 +1,133 @@
+// Lays blocks of GGUF files out as few_rows.cpp multiplies them, if they hold a weight's numbers exactly.
+#pragma once
+
+// Blocks of GGUF files: their sizes in bytes and in weights, and how they are laid out here.
+enum Kind : int64_t { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kIQ4_NL, kQ4_K, kQ5_K, kQ6_K };
+struct Source {
+  int64_t bytes, weights, format;
+};
+constexpr Source kSources[] = {{34, 32, kBlocks8},  {18, 32, kBlocks4},  {20, 32, kBlocks4},
+                               {22, 32, kBlocks8},  {24, 32, kLong8},    {18, 32, kBlocks8},
+                               {144, 256, kLong4},  {176, 256, kLong8},  {210, 256, kHalves8}};
+constexpr int8_t kLevels[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};  // of IQ4_NL
+
+float half_at(const uint8_t* bytes) {
+  c10::Half found;
+  std::memcpy(&found, bytes, 2);
+  return found;
+}
+
+// 32 weights: `numbers` times `factor` plus `added`; of kHalves8 the last 16 are `numbers` times `added`.
+struct Part {
+  int8_t numbers[kInputs];
+  float factor, added = 0;
+};
+
+// The scale and the least value of one of 8 parts, 6 bits each, packed in 12 bytes.
+INLINE void packed_scales(const uint8_t* bytes, int64_t part, int& scale, int& least) {
+  const uint8_t *low = bytes + part, *high = bytes + part - 4;
+  scale = part < 4 ? low[0] & 63 : (low[4] & 15) | high[0] >> 6 << 4;
+  least = part < 4 ? low[4] & 63 : low[4] >> 4 | low[0] >> 6 << 4;
+}
+
+// Weights 32 * part to 32 * part + 31 of a row. Products of these floats are exact: 11 bits by 6 or 8, by 4 to 6.
+template <int64_t K>
+INLINE Part part_of(const uint8_t* row, int64_t part) {
+  constexpr int64_t in_block = kSources[K].weights / kInputs;
+  const uint8_t* raw = row + part / in_block * kSources[K].bytes;
+  part %= in_block;
+  Part found;
+  const auto nibble = [](const uint8_t* bytes, int i) { return i < 16 ? bytes[i] & 15 : bytes[i - 16] >> 4; };
+  if constexpr (K == kQ6_K) {
+    const uint8_t *low = raw + 64 * (part / 4) + 32 * (part & 1), *high = raw + 128 + 32 * (part / 4);
+    const auto* scales = reinterpret_cast<const int8_t*>(raw + 192) + 2 * part;
+    for (int i = 0; i < kInputs; ++i)
+      found.numbers[i] = ((low[i] >> 4 * (part % 4 / 2) & 15) | (high[i] >> 2 * (part % 4) & 3) << 4) - 32;
+    found.factor = half_at(raw + 208) * scales[0], found.added = half_at(raw + 208) * scales[1];
+  } else if constexpr (K == kQ4_K || K == kQ5_K) {
+    const uint8_t* low = raw + (K == kQ5_K ? 48 : 16) + 32 * (part / 2);
+    for (int i = 0; i < kInputs; ++i) {
+      found.numbers[i] = low[i] >> 4 * (part & 1) & 15;
+      if constexpr (K == kQ5_K) found.numbers[i] |= (raw[16 + i] >> part & 1) << 4;
+    }
+    int scale, least;
+    packed_scales(raw + 4, part, scale, least);
+    found.factor = half_at(raw) * scale, found.added = -(half_at(raw + 2) * least);
+  } else if constexpr (K == kQ8_0) {
+    std::memcpy(found.numbers, raw + 2, kInputs);
+    found.factor = half_at(raw);
+  } else {
+    constexpr bool affine = K == kQ4_1 || K == kQ5_1, fifth = K == kQ5_0 || K == kQ5_1;
+    const uint8_t* bits = raw + (affine ? 4 : 2);  // the fifth bit of each weight, if there is one
+    for (int i = 0; i < kInputs; ++i) {
+      const int four = nibble(bits + (fifth ? 4 : 0), i), top = fifth ? (bits[i / 8] >> i % 8 & 1) << 4 : 0;
+      found.numbers[i] = K == kIQ4_NL ? kLevels[four] : (four | top) - (K == kQ5_0 ? 16 : 0);
+    }
+    found.factor = half_at(raw);
+    found.added = affine ? half_at(raw + 2) : K == kQ4_0 ? float(c10::Half(-8 * half_at(raw))) : 0;
+  }
+  return found;
+}
+
+// Lays a row out, its `lane` of 16, and returns whether its weights, bfloat16, are these.
+template <int64_t K>
+WIDE bool lay_out(const uint8_t* raw, const uint16_t* weight, uint8_t* blocks, int lane, int64_t parts) {
+  constexpr int64_t F = kSources[K].format, size = kSizes[F];
+  uint32_t wrong = 0;
+  for (int64_t part = 0; part < parts; ++part, weight += kInputs, blocks += size) {
+    const Part found = part_of<K>(raw, part);
+    const int8_t* numbers = found.numbers;
+    for (int i = 0; i < kInputs; ++i) {  // rounds to the nearest, ties to even; zeros of both signs are the same
+      const float value = F != kHalves8 ? found.factor * numbers[i] + found.added
+                                        : numbers[i] * (i < 16 ? found.factor : found.added);
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+      const uint32_t either = (bits | weight[i]) & 0x7fff;
+      wrong |= either ? bits ^ weight[i] : 0;
+    }
+    uint8_t* scales = blocks + (in_4_bits(F) ? 256 : 512);
+    if constexpr (in_4_bits(F)) {
+      for (int pair = 0; pair < kPairs; pair += 2)
+        for (int i = 0; i < 2; ++i)
+          blocks[16 * pair + 2 * lane + i] = numbers[2 * pair + i] | numbers[2 * pair + 2 + i] << 4;
+    } else {
+      for (int pair = 0; pair < kPairs; ++pair) std::memcpy(blocks + 32 * pair + 2 * lane, numbers + 2 * pair, 2);
+    }
+    if constexpr (F >= kLong4) {
+      std::memcpy(scales + 4 * lane, &found.factor, 4);
+      std::memcpy(scales + 64 + 4 * lane, &found.added, 4);
+    } else {
+      const c10::Half halves[] = {found.factor, found.added};
+      std::memcpy(scales + 2 * lane, halves, 2);
+      if constexpr (F == kBlocks4) std::memcpy(scales + 32 + 2 * lane, halves + 1, 2);
+    }
+  }
+  return wrong == 0;
+}
+
+// `raw` is [outputs, bytes]; row i of `weight` is row order[i] of it. Empty if the weights differ.
+at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::Tensor& order, int64_t kind) {
+  TORCH_CHECK(kind >= 0 && kind <= kQ6_K, "no such blocks");
+  const Source source = kSources[kind];
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), parts = inputs / kInputs;
+  const int64_t size = kSizes[source.format], raw_row = inputs / source.weights * source.bytes;
+  TORCH_CHECK(raw.is_contiguous() && raw.size(0) == outputs && raw.size(1) == raw_row, "not of this shape");
+  TORCH_CHECK(weight.is_contiguous() && outputs % kOutputs == 0 && inputs % source.weights == 0, "no such layout");
+  at::Tensor blocks = at::empty({outputs / kOutputs, parts, size}, raw.options());
+  std::atomic<bool> same{true};
+  const uint8_t* from = raw.const_data_ptr<uint8_t>();
+  const auto* weights = reinterpret_cast<const uint16_t*>(weight.const_data_ptr<c10::BFloat16>());
+  constexpr decltype(&lay_out<kQ8_0>) lays[] = {lay_out<kQ8_0>, lay_out<kQ4_0>,   lay_out<kQ4_1>,
+                                                lay_out<kQ5_0>, lay_out<kQ5_1>,   lay_out<kIQ4_NL>,
+                                                lay_out<kQ4_K>, lay_out<kQ5_K>,   lay_out<kQ6_K>};
+  const int64_t* rows = order.const_data_ptr<int64_t>();
+  uint8_t* to = blocks.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, outputs / kOutputs, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * kOutputs; row < end * kOutputs && same; ++row)
+      if (!lays[kind](from + rows[row] * raw_row, weights + row * inputs, to + row / kOutputs * parts * size,
+                      row % kOutputs, parts))
+        same = false;
+  });
+  return same ? blocks : blocks.new_empty({0});
+}
