@@ -471,3 +471,16 @@ def test_further_inputs_are_decoded_alone_before_they_are_read() -> None:
     assert done.output.tolist() == target.generate(**request).tolist() and list(batching.alone) == [
         "it has further inputs"
     ]
+
+
+def test_fuller_batches_draft_less_and_nothing_where_nodes_cost_too_much(target: Any) -> None:
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 12} for index in range(8)]
+
+    def nodes_of_the_first_round(rows: int, cost: float) -> int:
+        drafter = make_drafter(target)
+        drafter.generation_config.node_cost = drafter.generation_config.depth_cost = cost
+        found = generate_many(target, requests[:rows], drafter, max_batch_size=8)
+        return max(done.statistics.drafted_nodes[0] for done in found)
+
+    assert nodes_of_the_first_round(1, 0.0) > nodes_of_the_first_round(8, 0.0) > 0
+    assert nodes_of_the_first_round(8, 1.0) == 0
