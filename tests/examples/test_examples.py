@@ -80,6 +80,8 @@ def test_a_drafter_is_trained_for_another_model(name, target, tmp_path, monkeypa
     else:
         with own_hub(monkeypatch) as hub:
             monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+            resolved = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+            monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", resolved)
             monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
             monkeypatch.setenv("HF_TOKEN", "hf_secret")
             given = {"OUT": repr(str(out)), "MINUTES": "0.05", "MAX_NEW_TOKENS": "8", "REPOSITORY": '"user/mine"'}
