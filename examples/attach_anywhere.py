@@ -5,8 +5,9 @@ python examples/attach_anywhere.py
 
 Output, with figures that depend on the machine:
 
-    A lake is ...
-    tau 2.31, 74 tokens in 32 forwards, 2.45 s, accepted by depth: 68% 41% 20%
+    A lake is a vast, often mysterious, body of water that can be found in many different ecosystems around the world...
+    A river is a vital component of our planet's ecosystem, playing a crucial role in the flow of water across the ...
+    tau 1.22, 96 tokens in 79 forwards, 31.71 s, accepted by depth: 16% 6%
     calls decoded without drafts: {}
 """
 

@@ -5,8 +5,8 @@ python examples/ngrams.py
 
 Output, with figures that depend on the machine:
 
-    ...
-    tau 2.13, 64 tokens in 30 forwards, 2.61 s, accepted by depth: 55% 35% 17%
+    The quick brown fox jumps over the lazy dog. The lazy dog sleeps. The quick brown fox runs away.
+    tau 4.00, 24 tokens in 6 forwards, 7.88 s, accepted by depth: 60% 40% 40% 40% 40% 40% 20% 20% 20% 20% 20%
 """
 
 import torch

@@ -7,7 +7,7 @@ Output, with figures that depend on the machine:
 
     seed 0: same text as without the drafter: True
     seed 1: same text as without the drafter: True
-    batch of 2: same texts as without the drafter: True, tau 1.80
+    batch of 2: same texts as without the drafter: True, tau 1.74
 """
 
 import torch

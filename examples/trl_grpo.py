@@ -14,9 +14,9 @@ sized by the machine's costs: with 4 answers at once they pay, with 8 hardly any
 
 Output, with figures that depend on the machine:
 
-    {'step': 1, 'reward': 0.57, 'hsdraft/tau': 1.51}
+    {'step': 1, 'reward': ..., 'hsdraft/tau': ...}
     ...
-    A round emitted 1.62 tokens in the time of 1.40 forwards over one token: ...
+    A round emitted ... tokens in the time of ... forwards over one token: ...
 """
 
 import argparse
