@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..core.stand_ins import is_compiled, standing_in
 from ..core.tuning import TUNING
 from .grouped_attention import is_in_place
 from .layer_form import MASK, Form, arguments_of, cache_of, description_of, form_of
@@ -24,7 +25,6 @@ from .layer_operators import Step
 from .layer_programs import Entry, Program, entry_of
 from .packed_weights import joined_product
 from .small_weights import KERNEL
-from .stand_ins import is_compiled, standing_in
 from .whole_layers import Chain, Group, Nothing, Watch, are_close, chains_of
 
 

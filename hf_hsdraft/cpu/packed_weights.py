@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..core.forks import new_lock, new_rlock
+from ..core.stand_ins import in_use, is_compiled, standing_in
 from ..core.tensors import is_unhooked
 from ..core.tuning import TUNING
 from .gguf_blocks import copy_of_blocks
 from .private_operators import can_pack, packed_copy, packed_product
 from .small_weights import KERNEL, SmallCopy, joined, quantised_parts, small_copy
-from .stand_ins import in_use, is_compiled, standing_in
 
 
 def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:

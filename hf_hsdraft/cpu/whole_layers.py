@@ -21,13 +21,13 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.utils import output_capturing
 
+from ..core.stand_ins import in_use
 from ..core.tuning import TUNING
 from .few_queries import attends
 from .grouped_attention import is_known, joins_heads
 from .layer_form import MASK, OF_EVERY_MODULE, Form, arguments_of, cache_of
 from .packed_weights import PackedLinears
 from .small_weights import KERNEL, SmallCopy
-from .stand_ins import in_use
 
 Group = tuple[nn.Linear, ...]
 

@@ -19,7 +19,6 @@ from ..core.refusals import DraftingRefused
 from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
-from ..cpu.background import is_compiling
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
@@ -214,7 +213,8 @@ def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, watch: 
     statistics = keeper.statistics
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
-    statistics.compiled_layers, statistics.compiling = runtime.acceleration.programs, is_compiling()
+    acceleration = runtime.acceleration
+    statistics.compiled_layers, statistics.compiling = acceleration.programs, acceleration.compiling
 
 
 def introduce(drafter: Drafter, target: Any, tokenizer: Any, synced_gpus: bool, tokens: Sequence[int]) -> None:

@@ -20,8 +20,8 @@ from transformers.generation.candidate_generator import (
 
 from ..core.cache_name import given_cache, returned_cache
 from ..core.draft_tree import DraftTree
+from ..core.stand_ins import StandIn, standing_in
 from ..core.tuning import TUNING
-from ..cpu.stand_ins import StandIn, standing_in
 from .tree_reading import TOKEN_TYPES, TargetCall
 
 

@@ -19,6 +19,7 @@ from ..core.cache_name import given_cache
 from ..core.draft_tree import DraftTree, TreeBatch
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
+from ..cpu.background import is_compiling
 from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing
@@ -112,6 +113,11 @@ class Acceleration:
         self._layers: CompiledLayers | None = None
         self.compile_config: Any = None
         self.packed = self.packs = self.programs = self.off = False
+
+    @property
+    def compiling(self) -> bool:
+        """Whether something is compiled beside the call."""
+        return is_compiling()
 
     def compile(self, model_kwargs: dict[str, Any], generation_config: Any, states: Sequence[torch.Tensor]) -> None:
         """Compiles forwards into a static cache where `generate()` would compile its decoding step."""

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from ..core.cache_name import CACHE, returned_cache
 from ..core.draft_tree import DraftTree, TreeBatch
 from ..core.refusals import DraftingRefused
+from ..core.stand_ins import StandIn
 from ..core.tensors import device_of, on_device
-from ..cpu.stand_ins import StandIn
 from .cache_slots import CacheSlots, Mark, move_slots
 from .target_limits import check_cache, check_mask, refusal, text_config, why_no_trees
 

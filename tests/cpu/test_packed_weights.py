@@ -24,9 +24,9 @@ from hf_hsdraft.bench import profile
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.systems import System
 from hf_hsdraft.cli import _try
+from hf_hsdraft.core.stand_ins import Placed
 from hf_hsdraft.cpu import packed_weights as module
 from hf_hsdraft.cpu.packed_weights import PackedWeights, has_kernel, linears_to_pack
-from hf_hsdraft.cpu.stand_ins import Placed
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.pacing import MeasuredCosts
 

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
 from hf_hsdraft.core.cache_name import CACHE
+from hf_hsdraft.core.stand_ins import standing_in
 from hf_hsdraft.cpu import layer_programs, whole_layers
 from hf_hsdraft.cpu.small_weights import KERNEL
-from hf_hsdraft.cpu.stand_ins import standing_in
 from hf_hsdraft.runtime.cache_slots import make_room
 from hf_hsdraft.runtime.target_runtime import Acceleration
 

@@ -11,7 +11,7 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,9 +23,11 @@ from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...core.tensors import Transform
 from ...verify.foresight import Foresight
-from ...verify.registry import VERIFIERS
+from ...verify.registry import NO_HISTORY, VERIFIERS
 from ...verify.verdict import Verifier
-from .draft_options import NO_HISTORY, DraftOptions
+
+if TYPE_CHECKING:
+    from .draft_options import DraftOptions
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,8 @@ class Drafter:
 
     def check_options(self) -> None:
         """Raises a ValueError for an invalid drafting option."""
+        from .draft_options import DraftOptions  # which asks the target's modules; vLLM's plugin runs without them
+
         DraftOptions.of(self)
 
     def check_together(self, options: DraftOptions) -> None:

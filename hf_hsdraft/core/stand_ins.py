@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules import module as _of_all_modules
 
-from ..core.forks import new_rlock
+from .forks import new_rlock
 
 
 class StandIn(Protocol):
