@@ -98,7 +98,7 @@ class Pair:
         ask = Ask(0, self.root, depth, SIZE, width or self.width)
         [expected], [found] = self.growing.draft([ask]), self.static.draft([ask])
         assert (found.tokens, found.parents, found.depths) == (expected.tokens, expected.parents, expected.depths)
-        assert found.scores == pytest.approx(expected.scores, abs=2e-3)
+        assert found.scores == pytest.approx(expected.scores, abs=5e-3)
         return found
 
 

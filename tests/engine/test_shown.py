@@ -101,11 +101,11 @@ def test_statistics_explain_what_else_happened(target, prompt):
         assert part in found.explain()
     assert DraftStatistics().explain().startswith("No drafts: ")
     assert "would not have paid" in DraftStatistics(accepted_lengths=[0], drafted_nodes=[0]).explain()
-    attachment = attach(target, make_lm(target))
-    attachment.drafter.generation_config.update(tree_sizing="cost", node_cost=None, depth_cost=None)
-    target.generate(prompt, max_new_tokens=4, do_sample=False, num_beams=2)
-    assert attachment.statistics.explain() == "No drafts: the call decodes by beam search."
-    target.generate(prompt, max_new_tokens=24, do_sample=False)
+    with attach(target, make_lm(target)) as attachment:
+        attachment.drafter.generation_config.update(tree_sizing="cost", node_cost=None, depth_cost=None)
+        target.generate(prompt, max_new_tokens=4, do_sample=False, num_beams=2)
+        assert attachment.statistics.explain() == "No drafts: the call decodes by beam search."
+        target.generate(prompt, max_new_tokens=24, do_sample=False)
     found = attachment.statistics  # nobody asked for times but the pace
     assert 0 < found.verify_seconds < found.seconds and found.plain_seconds and "in the time of" in found.explain()
 
