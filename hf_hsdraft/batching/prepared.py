@@ -66,8 +66,9 @@ class Prepared:
 
         `statistics` are filled in; they have no forwards where nothing could be drafted.
         """
+        call = {**self.call, "statistics": statistics, "refused": lambda _: None}  # after the prompt: no drafts then
         try:
-            return speculative_decoding(self.target, self.drafter, self.input_ids, statistics=statistics, **self.call)
+            return speculative_decoding(self.target, self.drafter, self.input_ids, **call)
         except DraftingRefused:
             if statistics.target_forwards:  # the text has begun
                 raise
@@ -106,7 +107,7 @@ class Prepared:
             "it has further inputs": any(
                 isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known
             ),
-            "it has a cache of its own": cache is not None and cache.get_seq_length() > 0,
+            "it has a cache of its own": cache is not None and _may_hold_tokens(cache),
             "its cache has no rows that can be told apart": cache is not None
             and (type(cache) is not DynamicCache or cache.offloading),
             "it returns hidden states or attentions": config.return_dict_in_generate
@@ -118,6 +119,13 @@ class Prepared:
         }
         found = next((reason for reason, holds in reasons.items() if holds), "")
         return found or why_in_step(self.target, config.max_length, range(config.max_length + columns))
+
+
+def _may_hold_tokens(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except ValueError:  # of recurrent layers alone, which do not tell
+        return True
 
 
 class _Collecting(WrappedDrafter):

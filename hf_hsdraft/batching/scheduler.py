@@ -197,6 +197,7 @@ class ContinuousBatching:
         self._gone.clear()
         self._texts.clear()
         self._held = self._reading = None
+        self._prefixes = PrefixCache(self.prefix_cache_tokens)
         self._drop_batch()
 
     def _drop_batch(self) -> None:

@@ -13,11 +13,13 @@ import torch
 from ..core.cache_name import CACHE
 from ..core.draft_tree import DraftTree
 from ..core.statistics import DraftStatistics
+from ..core.tensors import device_of
 from ..core.tuning import TUNING
 from ..drafters.base.protocol import Accepted
 from ..engine.call_output import as_output, named_target
 from ..engine.decoded_texts import DecodedTexts
 from ..runtime.findings import Size, find_out
+from ..runtime.module_hooks import fingerprint
 from ..runtime.target_limits import furthest_read
 from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..verify.verdict import Verdict, Verifier
@@ -48,7 +50,7 @@ class Reading:
         kwargs, ids = self.prepared.model_kwargs, self.prepared.input_ids[0].tolist()
         self._cache = copy.deepcopy(kwargs.get(CACHE))  # the request may yet be decoded alone, with its own
         settings = sorted((name, each) for name, each in kwargs.items() if isinstance(each, bool | int | float | str))
-        self._kind, self._ids = (tuple(self.taps_wanted), *settings), ids
+        self._kind, self._ids = (_state_of(self.prepared.target), tuple(self.taps_wanted), *settings), ids
         if self.prepared.config.prefill_chunk_size is None:
             self.taps = self.prefixes.fill(self._kind, ids[:-1], self._cache)
             self.read = self.reused = sum(each.shape[1] for each in self.taps)
@@ -79,6 +81,14 @@ class Reading:
         """Lets later prompts begin with what has been read."""
         assert self.runtime is not None
         self.prefixes.keep(self._kind, self._ids, self.runtime.cache, torch.cat(self.taps, dim=1))
+
+
+def _state_of(target: Any) -> tuple[Any, ...]:
+    """What a target's keys and values depend on besides its inputs, as far as it may change between prompts."""
+    device = device_of(target).type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    versions = tuple((id(each), 0 if each.is_inference() else each._version) for each in target.parameters())
+    return fingerprint(target), cast, hash(versions)
 
 
 class Text:

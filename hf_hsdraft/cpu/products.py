@@ -122,7 +122,7 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
         return None
     least = torch.finfo(torch.bfloat16).tiny
     scales = (weight.abs().amax(dim=1).float() / 127).clamp(min=least).to(torch.bfloat16)
-    small = torch.empty_like(weight, dtype=torch.int8)
+    small = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     for first in range(0, len(weight), TUNING.rows_rounded):  # in float32, a whole head would be large
         rows = slice(first, first + TUNING.rows_rounded)
         small[rows] = (weight[rows].float() / scales[rows, None].float()).round_()

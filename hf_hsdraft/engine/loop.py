@@ -191,7 +191,7 @@ class Keeper(Observer):
 
     def ended(self, done: Round) -> None:
         self.enter("commit")
-        if self._timed:
+        if self._last:  # timed
             self.statistics.draft_seconds += done.followed
             self.statistics.verify_seconds -= done.followed
         self.statistics.target_forwards += done.forwards if done.nodes else 0  # idle rounds keep processes in step

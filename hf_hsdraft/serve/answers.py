@@ -195,7 +195,7 @@ class Decoder:
         ids = ids.to(self.target.device)
         made = [Answer(self, asked, ids, copy.copy(config), request.receive) for _ in range(asked.choices)]
         for index, answer in enumerate(made):
-            answer.seed = None if asked.seed is None else asked.seed + index
+            answer.seed = None if asked.seed is None else _following(asked.seed, index)
             answer.processors += constraining(grammar)
         further |= {"request_id": request.state.name, "model": self.target, "model_id": self.name}
         calls = [{**further, **answer.arguments} for answer in made]
@@ -375,6 +375,11 @@ class _CutStreamer(DirectStreamer):
             for item in [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest)):
                 self._enqueue(item)
         super().end()
+
+
+def _following(seed: int, count: int) -> int:
+    """Returns a seed that torch takes: after the greatest comes 0."""
+    return seed + count if seed + count < 2**64 else seed + count - 2**64
 
 
 def told(error: Any) -> tuple[int, str, str | None]:

@@ -91,13 +91,15 @@ async def interleaved(
     streams: Sequence[AsyncIterator[str]], logprobs: Sequence[TokenLogProbs | None]
 ) -> AsyncIterator[str]:
     """Yields the events of several streams as they come, as those of one; its last one has the usage of all."""
-    events, used = asyncio.Queue[tuple[int, str]](), list[Mapping[str, int]]()
+    events, used, errors = asyncio.Queue[tuple[int, str]](), list[Mapping[str, int]](), dict[int, Exception]()
 
     async def read(index: int, stream: AsyncIterator[str]) -> None:
         try:
             async for part in stream:
                 for event in filter(None, part.split("\n\n")):
                     events.put_nowait((index, event))
+        except Exception as error:
+            errors[index] = error
         finally:
             events.put_nowait((index, ""))
 
@@ -107,6 +109,8 @@ async def interleaved(
         while left:
             index, event = await events.get()
             left -= not event
+            if not event and (error := errors.get(index)) is not None:
+                raise error
             document = json.loads(event.removeprefix("data: ")) if event else {}
             if usage := document.pop("usage", None):
                 used.append(usage)

@@ -262,6 +262,9 @@ class Asked(_Strict):
             raise refused("generation_config", f"`num_beams` is {config.num_beams}: expected at most {most_beams}")
         if (config.num_beams or 1) > 1 and self.top is not None:
             raise refused("logprobs", f"`logprobs` is not supported with beams, found `num_beams` {config.num_beams}")
+        if (config.num_beams or 1) > 1 and getattr(self, "schema_text", None) is not None:  # xgrammar follows no beams
+            found = f"found `num_beams` {config.num_beams}"
+            raise refused("response_format", f"`response_format` is not supported with beams, {found}")
         penalty, bias = (getattr(self, name, None) for name in ("frequency_penalty", "logit_bias"))
         told: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "max_new_tokens": self.limit}
         told["repetition_penalty"] = None if penalty is None else 1.0 + penalty

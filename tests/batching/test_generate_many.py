@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, model_of
+from conftest import LLAMA, VOCAB, make_drafter, make_target, model_of
 from oracles.scripted import random_tree
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -484,3 +484,23 @@ def test_fuller_batches_draft_less_and_nothing_where_nodes_cost_too_much(target:
 
     assert nodes_of_the_first_round(1, 0.0) > nodes_of_the_first_round(8, 0.0) > 0
     assert nodes_of_the_first_round(8, 1.0) == 0
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+STEPPING_ASIDE = {
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "num_hidden_layers": 2, "n_groups": 2, "chunk_size": 8},
+    "phi3": {
+        **{**LLAMA, "max_position_embeddings": 512, "original_max_position_embeddings": 48},
+        "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 48},
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", STEPPING_ASIDE)
+def test_targets_that_cannot_be_drafted_for_are_decoded_plainly(model_type):
+    target = model_of(model_type, **{"initializer_range": 0.3, **STEPPING_ASIDE[model_type]})
+    texts = [[*range(6, 36), last] for last in (7, 9)]
+    with attach(target, CachebackDrafter()):
+        for done in generate_many(target, texts, max_new_tokens=30):
+            assert done.error is None
+            assert torch.equal(done.output, target.generate(torch.tensor([texts[done.index]]), max_new_tokens=30))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, model_of
+from peft import LoraConfig, get_peft_model
 from test_generate_many import alone, decoded_at_random, new_tokens
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, generate_many
@@ -93,3 +94,25 @@ def test_a_text_decoded_alone_after_its_prompt_was_read_is_plain() -> None:
     batching.submit({"input_ids": ids, "max_new_tokens": 2})
     [done] = [each for _ in range(2) for each in batching.step()]
     assert batching.alone and done.output.tolist() == target.generate(ids, max_new_tokens=2).tolist()
+
+
+def test_what_an_adapter_computed_is_not_reused_by_another() -> None:
+    target = make_target()
+    config = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": False}
+    model = get_peft_model(target, LoraConfig(**config), adapter_name="a").eval()
+    model.add_adapter("b", LoraConfig(**config, lora_alpha=64))
+    texts = [[*range(6, 46), last] for last in (7, 9, 8)]
+    for index, done in enumerate(generate_many(target, texts, CachebackDrafter(), max_batch_size=1, max_new_tokens=25)):
+        model.set_adapter("b" if index else "a")
+        assert done.error is None
+        assert torch.equal(done.output, target.generate(torch.tensor([texts[index]]), max_new_tokens=25))
+        assert bool(done.reused_tokens) == (index == 2)
+        model.set_adapter("b")
+
+
+def test_closing_frees_what_prompts_left(target: Any) -> None:
+    batching = ContinuousBatching(target, CachebackDrafter(), 2)
+    decoded_at_random(batching, prompts(2, 20), 1)
+    batching.close()
+    again = decoded_at_random(batching, prompts(1, 20), 1)
+    assert all(each.reused_tokens == 0 for each in again.values())

@@ -156,3 +156,17 @@ def test_texts_are_plain_decodings(reuse):
         expected = target.generate(ids, assistant_model=copy.deepcopy(drafter), **call)
     assert torch.equal(found.sequences, target.generate(ids, **call).sequences)
     assert found.statistics.accepted_lengths == expected.statistics.accepted_lengths
+
+
+@pytest.mark.parametrize("part", ["norm of the steps in float32", "weight with gaps"])
+def test_parts_that_the_operators_do_not_take_draft_by_modules(part):
+    target = make_target(hidden_size=64, num_attention_heads=2, head_dim=32).bfloat16()
+    drafter = make_drafter(target, **WIDE)
+    if part == "weight with gaps":
+        up = drafter.injector.up.weight
+        up.data = up.data.t().contiguous().t()
+    else:
+        drafter.roll_norm.float()
+    drafter.generation_config.tree_sizing = "fixed"
+    call = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "assistant_model": drafter}
+    assert target.generate(torch.arange(2, 11)[None], **call).statistics.drafted_nodes

@@ -124,3 +124,6 @@ def test_answers_have_the_form_that_each_request_asks_for(most):
         wrong = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": 5}}}
         with pytest.raises(openai.BadRequestError, match="xgrammar cannot compile the schema: Type should be a string"):
             served.ask("q", response_format=wrong)
+        beams = {"response_format": form, "extra_body": {"generation_config": '{"num_beams": 2}'}}
+        with pytest.raises(openai.BadRequestError, match="not supported with beams"):
+            served.ask("q", **beams)

@@ -44,7 +44,7 @@ class _Operands:
             raise TypeError("a product is more than its weight, or has no copy")
         if not all(product.bias is None or any(product.bias is bias for bias in biases) for product in products):
             raise TypeError("a product has a bias")
-        weights = [None if norm is None else norm.weight.flatten() for norm in norms]
+        weights = [None if norm is None else norm.weight.flatten().contiguous() for norm in norms]
         sides = [copy for copy, _, _ in copies], [scales for _, scales, _ in copies]
         return cls([*weights, *sides[0], *sides[1], *biases], [form for _, _, form in copies])
 
@@ -94,6 +94,13 @@ class RollingOperator:
             return None
         of_steps = [_Operands.of([step.norm], [step.project]) for step in steps]
         operands = [_Operands.of([inputs], [inputs.product]), *of_steps, *map(_of_layer, layers)]
+        norms = [inputs, *(step.norm for step in steps)]
+        norms += [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm)]
+        if any((norm.weight.dtype, norm.eps) != (inputs.weight.dtype, inputs.eps) for norm in norms):
+            return None
+        halves = [layer.gate_up.weight.shape[0] // 2 for layer in layers]
+        if any(size % 16 for size in (*halves, *(norm.weight.shape[-1] for norm in norms))):
+            return None  # the operator takes whole vectors
         first, rolled = len(trunk.layers), len(steps[0].layers)
         form = [layer.heads, layer.kv_heads, size, first, rolled, len(steps), first - rolled if shared else first]
         return cls(trunk, _Operands.joined(operands), form, inputs.eps)
@@ -115,14 +122,15 @@ class RollingOperator:
         """Whether the operator computes what the trunk does, but for rounding."""
         trunk, (heads, size) = self.trunk, self.form[1:3]
         weight = trunk.fuse_inputs.weight  # type: ignore[attr-defined]
-        numbers = (torch.arange(4 * weight.numel(), dtype=torch.float32) * 12.9898).sin().to(weight.dtype).view(4, -1)
-        pairs = numbers[:, : -weight.shape[1]], numbers[:, -weight.shape[1] :], torch.arange(4)
-        like = torch.empty(heads, 0, size, dtype=weight.dtype)
+        count = 4 * weight.numel()
+        numbers = (torch.arange(count, device="cpu", dtype=torch.float32) * 12.9898).sin().to(weight.dtype).view(4, -1)
+        pairs = numbers[:, : -weight.shape[1]], numbers[:, -weight.shape[1] :], torch.arange(4, device="cpu")
+        like = torch.empty(heads, 0, size, device="cpu", dtype=weight.dtype)
         texts = [GrowingText(len(trunk.layers), like, 3) for _ in range(2)]
         texts[0].extend(4, 0)
-        expected, found = read(trunk, *pairs, texts[0], 0)[0], self(*pairs, texts[1], 0)
-        assert found is not None
-        return bool((found - expected).float().norm() <= _SAME[weight.dtype] * expected.float().norm())
+        expected, found = read(trunk, *pairs, texts[0], 0)[0], self(*pairs, texts[1], len(trunk.steps))
+        assert found is not None  # with a step of each set, which raise where their parts do not fit
+        return bool((found[:1] - expected).float().norm() <= _SAME[weight.dtype] * expected.float().norm())
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,7 @@ class SearchingOperator:
         weights = [norm.weight, up.weight, *(product.weight for product in products)]
         same = {(type(weight), weight.dtype) for weight in weights}  # not quantised, which has a class of its own
         fit = not (up.weight.shape[1] % 32 or update.weight.shape[0] % 32 or norm.weight.numel() % 16)
+        fit &= up.weight.is_contiguous()
         return cls(injector, operands, norm.eps) if len(same) == 1 and type(up.weight) is torch.Tensor and fit else None
 
     def __call__(
