@@ -94,7 +94,7 @@ class RollingOperator:
             return None
         of_steps = [_Operands.of([step.norm], [step.project]) for step in steps]
         operands = [_Operands.of([inputs], [inputs.product]), *of_steps, *map(_of_layer, layers)]
-        norms = [inputs, *(step.norm for step in steps)]
+        norms: list[Any] = [inputs, *(step.norm for step in steps)]
         norms += [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm)]
         if any((norm.weight.dtype, norm.eps) != (inputs.weight.dtype, inputs.eps) for norm in norms):
             return None
