@@ -29,6 +29,7 @@ from ..serve.conversation import PieceStreamer
 
 DRAFTED, _OWN, _LATER = "green", "default", "dim"
 _WARM_UP = 24  # tokens
+_FIRST_CALLS = 3  # drafted calls at most before the timed ones, on CPUs until weights are packed
 _WIDTH = 110  # columns of a picture
 DEFINITIONS = (
     "tau: tokens emitted per target forward, bonus included (plain: 1). plain: generate() without a drafter, same "
@@ -183,8 +184,11 @@ def decode(trial: Trial, model: Any, tokenizer: Any, drafter: Any, prompts: list
         room = room_left(model, inputs["input_ids"].shape[1])
         calls.append({**inputs, "do_sample": False, "max_new_tokens": min(most, room), "return_dict_in_generate": True})
     with working("first calls, which take longer: trying what decoding costs here"):
-        for assistant in (None, drafter):
-            model.generate(**{**calls[0], "max_new_tokens": min(_WARM_UP, most)}, assistant_model=assistant)
+        model.generate(**{**calls[0], "max_new_tokens": min(_WARM_UP, most)})
+        for _ in range(_FIRST_CALLS):
+            output = model.generate(**calls[0], assistant_model=drafter)
+            if model.device.type != "cpu" or output.statistics.packed_weights:
+                break
     for number, (prompt, call) in enumerate(zip(prompts, calls, strict=True)):
         out.print(Text(prompt, style="bold"), soft_wrap=True)
         sides, outputs = dict[bool, Side](), dict[bool, Any]()
