@@ -228,7 +228,7 @@ class Running:
         text: Text,
         total: DraftStatistics,
     ) -> Running:
-        """Begins a batch of so many `places` with its first text; `total` gets the sums over all rounds."""
+        """Begins a batch of `places` rows with its first text; `total` gets the sums over all rounds."""
         device, runtime = device_of(target), text.handed_over()
         texts = BatchTexts(text.decoded.verifier, places, embedded_tokens(target))
         call = Call(target, places, options, texts, runtime, history=history)

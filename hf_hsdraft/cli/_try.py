@@ -87,7 +87,7 @@ class Side:
         return self.tokens if self.statistics is None else self.statistics.target_forwards
 
     def coloured(self, forwards: int) -> Text:
-        """The text with accepted drafts coloured, and with what is not there after so many forwards dimmed."""
+        """The text with accepted drafts coloured, and tokens that later forwards emit dimmed."""
         shown = Text()
         for text, drafted, tokens in self.pieces:
             late = self.statistics is None and tokens > forwards

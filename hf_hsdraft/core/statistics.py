@@ -198,7 +198,7 @@ class AttachmentStatistics:
         return [count / self.rounds for count in self.accepted_by_depth]
 
     def add(self, done: DraftStatistics, seconds: float) -> None:
-        """Adds a drafted call that took so many seconds."""
+        """Adds a drafted call and its wall-clock `seconds`."""
         self.calls += 1
         self.new_tokens += done.new_tokens
         self.target_forwards += done.target_forwards
@@ -244,24 +244,24 @@ class AttachmentStatistics:
             return f"No drafts: {aside or self.reason or 'no text got further than its first token'}."
         if not self.drafting_rounds:
             return f"No drafts: {self.reason or 'by the measured costs, drafts would not have paid'}."
-        told = [f"A round emitted {self._emitted:.2f} tokens."]
+        sentences = [f"A round emitted {self._emitted:.2f} tokens."]
         if (parts := self._parts) is not None:
             verifying, drafting, rest = parts
-            told[0] = (
+            sentences[0] = (
                 f"A round emitted {self._emitted:.2f} tokens in the time of {sum(parts):.2f} forwards over one token: "
                 f"{verifying:.2f} to verify {self.drafted_nodes / self.rounds:.1f} drafted tokens, {drafting:.2f} to "
                 f"draft them, {rest:.2f} for the rest."
             )
-        told.append(self._told_limit(*(parts or (1.0, 0.0, 0.0))))
+        sentences.append(self._limit(*(parts or (1.0, 0.0, 0.0))))
         if self.drafting_rounds < self.rounds:
-            told.append(f"{self.drafting_rounds} of {self.rounds} rounds drafted; the others would not have paid.")
+            sentences.append(f"{self.drafting_rounds} of {self.rounds} rounds drafted; the others would not have paid.")
         if self.reason:
-            told.append(f"Drafts were chains, not trees: {self.reason}.")
+            sentences.append(f"Drafts were chains, not trees: {self.reason}.")
         if self.compiling:
-            told.append("Layers were still being compiled in the background: later calls are faster.")
+            sentences.append("Layers were still being compiled in the background: later calls are faster.")
         if self.processor_share is not None and self.processor_share < TUNING.least_share:
-            told.append(f"Its threads got only {self.processor_share:.0%} of the processor time that they wanted.")
-        return " ".join(told)
+            sentences.append(f"Its threads got only {self.processor_share:.0%} of the processor time that they wanted.")
+        return " ".join(sentences)
 
     @property
     def _emitted(self) -> float:
@@ -274,7 +274,7 @@ class AttachmentStatistics:
         plain = (self.plain_seconds or 0.0) * (self.target_forwards - self.calls)
         return (self.verify_seconds / plain, self.draft_seconds / plain, self.commit_seconds / plain) if plain else None
 
-    def _told_limit(self, verifying: float, drafting: float, rest: float) -> str:
+    def _limit(self, verifying: float, drafting: float, rest: float) -> str:
         extra = verifying + drafting + rest - 1.0
         if self._emitted < _FEW or extra < _SMALL * (1.0 + extra):
             first = next(iter(self.acceptance_by_depth), 0.0)
