@@ -232,18 +232,21 @@ class Running:
         device, runtime = device_of(target), text.handed_over()
         texts = BatchTexts(text.decoded.verifier, places, embedded_tokens(target))
         call = Call(target, places, options, texts, runtime, history=history)
-        batch = Batch(call, drafter.taps_of(target), text)
-        session = drafter.session(call)
-        drafting = Drafting(drafter, call, session if session.takes_new_texts else TextSessions(drafter, call))
-        batch.begin(drafting)
-        acceleration = runtime.acceleration
-        acceleration.begin(options.packed_weights, _ROOM, options.compiled_layers)
-        batch.set_pace(drafting)  # which depends on the acceleration
-        keeper = BatchKeeper(batch, total, device)
-        keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))
+        with contextlib.ExitStack() as unless_begun:
+            unless_begun.enter_context(call.stack)
+            batch = Batch(call, drafter.taps_of(target), text)
+            session = drafter.session(call)
+            drafting = Drafting(drafter, call, session if session.takes_new_texts else TextSessions(drafter, call))
+            batch.begin(drafting)
+            acceleration = runtime.acceleration
+            acceleration.begin(options.packed_weights, _ROOM, options.compiled_layers)
+            batch.set_pace(drafting)  # which depends on the acceleration
+            keeper = BatchKeeper(batch, total, device)
+            keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))
+            unless_begun.pop_all()
         return cls(batch, runtime, drafting, keeper, call.stack)
 
     def end(self) -> None:
         """Ends the drafter's session once all texts have ended."""
-        self.drafting.session.end()
-        self.resources.close()
+        with self.resources:
+            self.drafting.session.end()

@@ -175,6 +175,8 @@ class Decoder:
         if len(stops) > limits.max_stops or any(len(stop) > limits.max_stop for stop in stops):
             most = f"at most {limits.max_stops} texts of {limits.max_stop} characters"
             raise refused("stop", f"`stop` is too long: expected {most}")
+        if asked.choices > limits.max_requests:
+            raise refused("n", f"`n` is too large: expected at most {limits.max_requests}, found {asked.choices}")
         if self.waiting + asked.choices > limits.max_requests:
             raise HTTPException(503, f"{self.waiting} requests are being answered: try again later")
 

@@ -52,6 +52,7 @@ class Together:
             futures, self._futures = self._futures, {}
             for future, _ in futures.values():
                 future.set_exception(error)
+            self.batching.close()
             self.batching = self._make()
 
     def _take_new(self) -> bool:

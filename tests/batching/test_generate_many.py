@@ -409,6 +409,30 @@ def test_a_round_that_fails_ends_its_texts_alone(target: Any, monkeypatch: Any) 
         )
 
 
+def test_a_batch_that_does_not_begin_closes_what_it_opened(target: Any) -> None:
+    opened, closed = list[Call](), list[Call]()
+
+    class Opens(WrappedDrafter):
+        def session(self, call: Call) -> Session:
+            opened.append(call)
+            call.stack.callback(closed.append, call)
+            if len(opened) == 1:
+                raise RuntimeError("no session")
+            return KnowingSession(self._texts, True)
+
+    requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 6} for index in range(2)]
+    drafter = Opens(make_drafter(target))
+    drafter._texts = knowing(target, requests).texts
+    batching = ContinuousBatching(target, drafter, 1)
+    for each in requests:
+        batching.submit(each)
+    [failed] = batching.step()
+    assert str(failed.error) == "no session" and closed == opened and len(opened) == 1
+    while batching.busy:
+        done = batching.step()
+    assert done[0].output.tolist() == alone(target, requests[1]).tolist() and closed == opened and len(opened) == 2
+
+
 def test_an_iterator_that_is_left_early_frees_the_batch(target: Any) -> None:
     requests = [{"input_ids": torch.full((1, 5), 7 + index), "max_new_tokens": 4 + index} for index in range(4)]
     running = generate_many(target, requests, CachebackDrafter(), max_batch_size=2)

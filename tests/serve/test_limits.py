@@ -300,6 +300,8 @@ def test_templates_of_clients_only_where_they_are_allowed(tokenizer):
 def test_more_requests_than_the_limit_are_refused(tokenizer):
     target = make_target(max_position_embeddings=WINDOW)
     with serving(target, tokenizer, None, NAME, RequestLimits(max_requests=2)) as served:
+        status, answer = posted(served, CHAT, messages=MESSAGES, n=3)
+        assert status == 400 and answer["error"]["param"] == "n"
         waiting = [served.send_raw("w1", stream=True, max_tokens=WINDOW - 50) for _ in range(2)]
         time.sleep(0.3)
         assert posted(served, CHAT, messages=MESSAGES)[0] == 503

@@ -115,13 +115,15 @@ def test_a_call_ends_while_its_prompt_is_read_or_waits(by_hand):
 
 
 def test_every_call_has_an_answer_or_an_error_where_decoding_fails(by_hand, monkeypatch):
-    together, work = by_hand
+    (together, work), closed = by_hand, list[bool]()
     first = [together.submit(call_of(5, 7 + index), 0, int) for index in range(3)]
     with monkeypatch.context() as patched:
         patched.setattr(ContinuousBatching, "step", lambda self: 1 / 0)
         patched.setattr(together, "_make", lambda: 1 / 0)
+        patched.setattr(failed := together.batching, "close", lambda: closed.append(True))
         with pytest.raises(ZeroDivisionError):
             work[0]()
+    assert closed == [True] and together.batching is failed
     assert all(isinstance(future.exception(1), ZeroDivisionError) for future in first)
     later = together.submit(call_of(5), 0, int)
     work[-1]()
