@@ -48,11 +48,11 @@ class Compared:
 
     def cells(self) -> list[Any]:
         """Returns a row of the table, without the drafter's name."""
-        from hf_hsdraft.core.statistics import pooled_tau
+        from hf_hsdraft.core.statistics import DraftStatistics
 
         texts = f"{self.same('reuse')} and {self.same('anew')} of {len(self.texts['plain'])}"
         speeds = self.speed_up("reuse"), self.speed_up("anew")
-        return [pooled_tau(self.calls["reuse"]), f"{self.reused:.0%}", *speeds, texts]
+        return [DraftStatistics.sum(self.calls["reuse"]).tau, f"{self.reused:.0%}", *speeds, texts]
 
 
 COLUMNS = (

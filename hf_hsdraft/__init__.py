@@ -18,7 +18,6 @@ from .core.methods import load, offered
 
 _MODULES = {
     "Attachment": "generate.attachment",
-    "AttachmentStatistics": "core.statistics",
     "AutoDrafter": "drafters.base.auto_drafter",
     "BlockConfig": "drafters.block.configuration",
     "BlockDrafter": "drafters.block.drafter",

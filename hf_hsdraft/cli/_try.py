@@ -22,7 +22,7 @@ from rich.text import Text
 from .._version import __version__
 from ..bench.calls import processor
 from ..core.progress import working
-from ..core.statistics import AttachmentStatistics, DraftStatistics
+from ..core.statistics import DraftStatistics
 from ..runtime.misreading import first_divergence
 from ..runtime.prompt_inputs import encode_prompts, room_left
 from ..serve.conversation import PieceStreamer
@@ -121,12 +121,8 @@ class Trial:
     tried: list[Tried] = field(default_factory=list)
 
     @property
-    def totals(self) -> AttachmentStatistics:
-        totals = AttachmentStatistics()
-        for each in self.tried:
-            assert each.drafted.statistics is not None
-            totals.add(each.drafted.statistics, each.drafted.seconds)
-        return totals
+    def totals(self) -> DraftStatistics:
+        return DraftStatistics.sum(each.drafted.statistics for each in self.tried if each.drafted.statistics)
 
     @property
     def gains(self) -> list[float]:

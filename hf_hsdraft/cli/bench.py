@@ -233,7 +233,7 @@ def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
 
 
 def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
-    from ..core.statistics import pooled_tau
+    from ..core.statistics import DraftStatistics
     from ..runtime.misreading import first_divergence
 
     call = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
@@ -246,7 +246,7 @@ def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
         same += divergence is None
         told = "yes" if divergence is None else divergence
         say(f"{calls[-1].new_tokens} tokens, tau {calls[-1].tau:.2f}, same text {told}")
-    told = f"{same} of {len(calls)} texts are those of plain decoding; tau {pooled_tau(calls):.2f}"
+    told = f"{same} of {len(calls)} texts are those of plain decoding; tau {DraftStatistics.sum(calls).tau:.2f}"
     if same == len(calls):
         _end("passed", told)
     elif target.dtype.itemsize < 4:

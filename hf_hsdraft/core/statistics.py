@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import html
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
 
 from .tuning import TUNING
 
 _SMALL = 0.3  # part of a round beyond a plain forward, below which acceptance is the limit
 _FEW = 1.5  # tokens of a round, below which it is the limit in any case
+_ADDED = (
+    "calls", "new_tokens", "target_forwards", "row_forwards", "relaxed_tokens", "prefill_seconds", "draft_seconds",
+    "verify_seconds", "commit_seconds", "total_seconds",
+)  # fmt: skip
 
 
 @dataclass(repr=False)
 class DraftStatistics:
-    """What one call did; kept when `return_dict_in_generate=True`, and for an [`Attachment`].
+    """What a drafted call did, or by `+` several: kept when `return_dict_in_generate=True`, and by an [`Attachment`].
+
+    A sum keeps no list of its rounds. What is not counted is that of the last call.
 
     Attributes:
+        calls: drafted calls that ended without an error; 1 unless this is a sum.
         new_tokens: tokens emitted, over all rows.
         target_forwards: forwards of the target; reading the prompts is one, however it is chunked. Forwards that only
             find out what a target can do are not counted.
@@ -41,8 +50,11 @@ class DraftStatistics:
             `return_dict_in_generate=True` only the parts of a round are known, where the pace times them.
         plain_seconds: time of a forward over one token of each row, as the pace measured it; `None` if it did not.
         compiling: whether layers were still being compiled in the background when the call ended.
+        stepped_aside: number of an attachment's calls decoded without drafts, by reason.
+        added_rounds: number of rounds in the calls that were added up, by accepted length and nodes.
     """
 
+    calls: int = 1
     new_tokens: int = 0
     target_forwards: int = 0
     row_forwards: int = 0
@@ -66,11 +78,49 @@ class DraftStatistics:
     total_seconds: float = 0.0
     plain_seconds: float | None = None
     compiling: bool = False
+    stepped_aside: dict[str, int] = field(default_factory=dict)
+    added_rounds: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @classmethod
+    def sum(cls, calls: Iterable[DraftStatistics] = ()) -> DraftStatistics:
+        """Adds up calls; the sum of none has 0 `calls`."""
+        return sum(calls, cls(calls=0))
+
+    def __add__(self, other: DraftStatistics) -> DraftStatistics:
+        added = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
+        aside = dict(Counter(self.stepped_aside) + Counter(other.stepped_aside))
+        plain, exact = other.plain_seconds or self.plain_seconds, self.exact and other.exact
+        lists: Any = {"accepted_lengths": [], "drafted_nodes": [], "round_rows": []}
+        rounds = dict(self._rounds + other._rounds)
+        return replace(
+            other, **added, **lists, exact=exact, plain_seconds=plain, stepped_aside=aside, added_rounds=rounds
+        )
+
+    @property
+    def _rounds(self) -> Counter[tuple[int, int]]:
+        """Number of rounds by accepted length and nodes."""
+        pairs = zip_longest(self.accepted_lengths, self.drafted_nodes, fillvalue=0)
+        return Counter(self.added_rounds) + Counter(pairs)
 
     @property
     def rounds(self) -> int:
         """Rounds of drafting, each counted for every row; the prompts' forward is not counted."""
-        return len(self.accepted_lengths)
+        return self._rounds.total()
+
+    @property
+    def drafting_rounds(self) -> int:
+        """Rounds with a draft; in others one would have cost more than it saves."""
+        return sum(count for (_, nodes), count in self._rounds.items() if nodes)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Drafted tokens that the target verified."""
+        return sum(nodes * count for (_, nodes), count in self._rounds.items())
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Emitted tokens that were drafted."""
+        return sum(length * count for (length, _), count in self._rounds.items())
 
     @property
     def tau(self) -> float:
@@ -86,150 +136,37 @@ class DraftStatistics:
         return found
 
     @property
-    def acceptance_by_depth(self) -> list[float]:
-        """Share of the rounds that accepted at least 1, 2, ... drafted tokens; their sum and 1 are emitted a round."""
-        return [count / self.rounds for count in reached_depths(self.accepted_lengths)]
-
-    @property
-    def _totals(self) -> AttachmentStatistics:
-        totals = AttachmentStatistics()
-        totals.add(self, self.total_seconds)
-        return totals
-
-    def __str__(self) -> str:
-        """One line; `repr` has more, and `explain` says what it means."""
-        return str(self._totals)
-
-    def explain(self) -> str:
-        """Says in words why the call was fast or slow, by the costs that were measured."""
-        return self._totals.explain()
-
-    def _repr_html_(self) -> str:
-        """In notebooks: a table, with a bar for each depth, and `explain`."""
-        return self._totals._repr_html_()
-
-    def __repr__(self) -> str:
-        """A few lines for people; the fields hold the figures."""
-        kind = f"{self.draft_kind}s" + (f": {self.reason}" if self.reason else "")
-        used = {"packed weights": self.packed_weights, "compiled layers": self.compiled_layers}
-        return "\n".join(
-            [
-                told_tau(self),
-                told_depths(self.acceptance_by_depth, self.rounds),
-                f"drafter: {self.drafter or 'unknown'}, {kind}; target: {self.target or 'unknown'}",
-                self._told_seconds(),
-                ", ".join([told_text(self.exact, self.relaxed_tokens), *(name for name, was in used.items() if was)]),
-            ]
-        )
-
-    def _told_seconds(self) -> str:
-        held_up = ""
-        if self.processor_share is not None and self.processor_share < TUNING.least_share:
-            held_up = f"; its threads got {self.processor_share:.0%} of the processor time that they wanted"
-        parts = {part: getattr(self, f"{part}_seconds") for part in ("prefill", "draft", "verify", "commit")}
-        if not any(parts.values()):
-            return f"seconds: {self.total_seconds:.2f}{held_up}"
-        parts["other"] = max(self.total_seconds - sum(parts.values()), 0.0)
-        summed = " + ".join(f"{each:.2f} {part}" for part, each in parts.items())
-        return f"seconds: {self.total_seconds:.2f} = {summed}{held_up}"
-
-    # Whisper's `generate` splits each field of an output by row, and moves the parts to the CPU.
-    __iter__ = None
-
-    def __getitem__(self, row: int) -> DraftStatistics:
-        """The statistics of the whole call, as its rows are decoded together."""
-        return self
-
-    def cpu(self) -> DraftStatistics:
-        return self
-
-
-@dataclass(repr=False)
-class AttachmentStatistics:
-    """What the calls of a model did since a drafter was attached, or since `Attachment.reset`.
-
-    Attributes:
-        calls: drafted calls that ended without an error.
-        new_tokens: tokens that they emitted, over all rows.
-        target_forwards: their forwards of the target, the prompts' included.
-        row_forwards: the same, each counted for every row that was still growing.
-        accepted_tokens: emitted tokens that were drafted.
-        drafted_nodes: drafted tokens that the target verified.
-        rounds: rounds of drafting, each counted for every row.
-        accepted_by_depth: for d = 1, 2, ..., the number of these rounds that accepted at least d drafted tokens.
-        seconds: total wall-clock time of decoding.
-        exact: whether all of their texts have the target's distribution; see [`DraftStatistics`].
-        relaxed_tokens: tokens that a lossy rule accepted in place of the target's own.
-        stepped_aside: number of calls decoded without drafts, by reason.
-        drafting_rounds: rounds with a draft; in others one would have cost more than it saves.
-        draft_seconds, verify_seconds, commit_seconds: parts of `seconds`, of all rounds, as far as they were timed.
-        plain_seconds, compiling, processor_share, reason: as in [`DraftStatistics`], of the last call.
-    """
-
-    calls: int = 0
-    new_tokens: int = 0
-    target_forwards: int = 0
-    row_forwards: int = 0
-    accepted_tokens: int = 0
-    drafted_nodes: int = 0
-    rounds: int = 0
-    accepted_by_depth: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    exact: bool = True
-    relaxed_tokens: int = 0
-    stepped_aside: dict[str, int] = field(default_factory=dict)
-    drafting_rounds: int = 0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    commit_seconds: float = 0.0
-    plain_seconds: float | None = None
-    compiling: bool = False
-    processor_share: float | None = None
-    reason: str = ""
-
-    @property
-    def tau(self) -> float:
-        """Tokens emitted by drafted calls per target forward and row; plain decoding has exactly 1."""
-        return self.new_tokens / max(self.row_forwards, 1)
+    def accepted_by_depth(self) -> list[int]:
+        """For d = 1, 2, ..., the number of rounds that accepted at least d drafted tokens."""
+        lengths = Counter[int]()
+        for (length, _), count in self._rounds.items():
+            lengths.update(dict.fromkeys(range(1, length + 1), count))
+        return [lengths[depth] for depth in sorted(lengths)]
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """As in [`DraftStatistics`], over all drafted calls."""
+        """The same as shares of all rounds; their sum and 1 are emitted a round."""
         return [count / self.rounds for count in self.accepted_by_depth]
 
-    def add(self, done: DraftStatistics, seconds: float) -> None:
-        """Adds a drafted call and its wall-clock `seconds`."""
-        self.calls += 1
-        self.new_tokens += done.new_tokens
-        self.target_forwards += done.target_forwards
-        self.row_forwards += done.row_forwards
-        self.accepted_tokens += sum(done.accepted_lengths)
-        self.drafted_nodes += sum(done.drafted_nodes)
-        self.rounds += done.rounds
-        counts = self.accepted_by_depth, reached_depths(done.accepted_lengths)
-        self.accepted_by_depth = [sum(pair) for pair in itertools.zip_longest(*counts, fillvalue=0)]
-        self.seconds += seconds
-        self.exact = self.exact and done.exact
-        self.relaxed_tokens += done.relaxed_tokens
-        self.drafting_rounds += sum(map(bool, done.drafted_nodes))
-        self.draft_seconds += done.draft_seconds
-        self.verify_seconds += done.verify_seconds
-        self.commit_seconds += done.commit_seconds
-        self.plain_seconds = done.plain_seconds or self.plain_seconds
-        self.compiling, self.processor_share, self.reason = done.compiling, done.processor_share, done.reason
+    def totals(self) -> dict[str, Any]:
+        """All that is counted and timed, for JSON."""
+        names = [*_ADDED, "accepted_tokens", "rounds", "accepted_by_depth", "exact", "stepped_aside", "drafting_rounds"]
+        names += ["plain_seconds", "compiling", "processor_share", "reason"]
+        named = {"drafted_nodes": self.drafted_tokens, "seconds": self.total_seconds}
+        return named | {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         """One line; `repr` has more, and `explain` says what it means."""
         accepted = " ".join(f"{share:.0%}" for share in self.acceptance_by_depth) or "nothing"
         forwards = f"{self.new_tokens} tokens in {self.target_forwards} forwards"
-        return f"tau {self.tau:.2f}, {forwards}, {self.seconds:.2f} s, accepted by depth: {accepted}"
+        return f"tau {self.tau:.2f}, {forwards}, {self.total_seconds:.2f} s, accepted by depth: {accepted}"
 
     def _repr_html_(self) -> str:
         """In notebooks: a table, with a bar for each depth, and `explain`."""
         rows = {
             "tau": f"{self.tau:.2f}",
-            "tokens": f"{self.new_tokens} in {self.target_forwards} target forwards, {self.seconds:.2f} s",
-            "drafts": f"{self.drafted_nodes} tokens in {self.drafting_rounds} of {self.rounds} rounds",
+            "tokens": f"{self.new_tokens} in {self.target_forwards} target forwards, {self.total_seconds:.2f} s",
+            "drafts": f"{self.drafted_tokens} tokens in {self.drafting_rounds} of {self.rounds} rounds",
         }
         for depth, share in enumerate(self.acceptance_by_depth, 1):
             bar = f"display:inline-block;height:.8em;width:{10 * share:.1f}em;background:#35a46c"
@@ -249,7 +186,7 @@ class AttachmentStatistics:
             verifying, drafting, rest = parts
             sentences[0] = (
                 f"A round emitted {self._emitted:.2f} tokens in the time of {sum(parts):.2f} forwards over one token: "
-                f"{verifying:.2f} to verify {self.drafted_nodes / self.rounds:.1f} drafted tokens, {drafting:.2f} to "
+                f"{verifying:.2f} to verify {self.drafted_tokens / self.rounds:.1f} drafted tokens, {drafting:.2f} to "
                 f"draft them, {rest:.2f} for the rest."
             )
         sentences.append(self._limit(*(parts or (1.0, 0.0, 0.0))))
@@ -288,41 +225,44 @@ class AttachmentStatistics:
 
     def __repr__(self) -> str:
         """A few lines for people; the fields hold the figures."""
-        lines = [f"drafted calls: {self.calls}, in {self.seconds:.2f} s"]
+        lines = [] if self.calls == 1 else [f"drafted calls: {self.calls}, in {self.total_seconds:.2f} s"]
         if self.calls:
+            counted = f"{self.target_forwards} forwards"
+            if self.row_forwards != self.target_forwards:
+                counted = f"{self.row_forwards} forwards counted by row, {counted} in all"
+            per = "tokens emitted per target forward and row, bonus token included"
+            shares = enumerate(self.acceptance_by_depth, 1)
+            accepted = "  ".join(f"{depth}: {share:.0%}" for depth, share in shares) or "nothing"
+            kind = f"{self.draft_kind}s" + (f": {self.reason}" if self.reason else "")
+            text = "the target's own" if self.exact else f"lossy verification, {self.relaxed_tokens} tokens relaxed"
+            used = ", packed weights" * self.packed_weights + ", compiled layers" * self.compiled_layers
             lines += [
-                told_tau(self),
-                told_depths(self.acceptance_by_depth, self.rounds),
-                told_text(self.exact, self.relaxed_tokens),
+                f"tau {self.tau:.2f} ({per}): {self.new_tokens} tokens, {counted}",
+                f"accepted by depth, share of {self.rounds} rounds: {accepted}",
+                f"drafter: {self.drafter or 'unknown'}, {kind}; target: {self.target or 'unknown'}",
+                self._told_seconds(),
+                f"text: {text}{used}",
             ]
-        lines += [f"calls without drafts: {count}, because {reason}" for reason, count in self.stepped_aside.items()]
-        return "\n".join(lines)
+        aside = self.stepped_aside.items()
+        return "\n".join([*lines, *(f"calls without drafts: {count}, because {reason}" for reason, count in aside)])
 
+    def _told_seconds(self) -> str:
+        held_up = ""
+        if self.processor_share is not None and self.processor_share < TUNING.least_share:
+            held_up = f"; its threads got {self.processor_share:.0%} of the processor time that they wanted"
+        parts = {part: getattr(self, f"{part}_seconds") for part in ("prefill", "draft", "verify", "commit")}
+        if not any(parts.values()):
+            return f"seconds: {self.total_seconds:.2f}{held_up}"
+        parts["other"] = max(self.total_seconds - sum(parts.values()), 0.0)
+        summed = " + ".join(f"{each:.2f} {part}" for part, each in parts.items())
+        return f"seconds: {self.total_seconds:.2f} = {summed}{held_up}"
 
-def reached_depths(lengths: Sequence[int]) -> list[int]:
-    """Returns for d = 1, 2, ... the number of rounds that accepted at least d drafted tokens, given those of each."""
-    return [sum(length >= depth for length in lengths) for depth in range(1, max(lengths, default=0) + 1)]
+    # Whisper's `generate` splits each field of an output by row, and moves the parts to the CPU.
+    __iter__ = None
 
+    def __getitem__(self, row: int) -> DraftStatistics:
+        """The statistics of the whole call, as its rows are decoded together."""
+        return self
 
-def told_tau(found: DraftStatistics | AttachmentStatistics) -> str:
-    """Tau with its definition and the numbers that it is made of, out of statistics of one call or of several."""
-    counted = f"{found.target_forwards} forwards"
-    if found.row_forwards != found.target_forwards:
-        counted = f"{found.row_forwards} forwards counted by row, {counted} in all"
-    per = "tokens emitted per target forward and row, bonus token included"
-    return f"tau {found.tau:.2f} ({per}): {found.new_tokens} tokens, {counted}"
-
-
-def told_depths(shares: Sequence[float], rounds: int) -> str:
-    shown = "  ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(shares, 1)) or "nothing"
-    return f"accepted by depth, share of {rounds} rounds: {shown}"
-
-
-def told_text(exact: bool, relaxed: int) -> str:
-    return "text: the target's own" if exact else f"text: lossy verification, {relaxed} tokens relaxed"
-
-
-def pooled_tau(statistics: Sequence[DraftStatistics]) -> float:
-    """Returns tau over several calls: all emitted tokens per row forward."""
-    forwards = sum(call.row_forwards for call in statistics)
-    return sum(call.new_tokens for call in statistics) / max(forwards, 1)
+    def cpu(self) -> DraftStatistics:
+        return self

@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from ..core.forks import new_lock
 from ..core.refusals import DraftingRefused
-from ..core.statistics import AttachmentStatistics, DraftStatistics
+from ..core.statistics import DraftStatistics
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter
 from ..engine.call_output import named_target
@@ -63,7 +63,7 @@ class Attachment:
         self.drafter = drafter
         self.last: DraftStatistics | None = None
         self._model, self._owned = weakref.ref(model), owned
-        self._statistics, self._lock = AttachmentStatistics(), new_lock()
+        self._statistics, self._lock = DraftStatistics.sum(), new_lock()
         self._failed: dict[int, str] = {}  # why a call ended mid-text, by the model's fingerprint
         self._in_block, self._thread = False, threading.get_ident()
 
@@ -73,15 +73,15 @@ class Attachment:
         return f"{type(self.drafter).__name__} attached to {target}\n{self.statistics!r}"
 
     @property
-    def statistics(self) -> AttachmentStatistics:
-        """A copy of the statistics so far."""
+    def statistics(self) -> DraftStatistics:
+        """A copy of the sum so far."""
         with self._lock:
             return copy.deepcopy(self._statistics)
 
     def reset(self) -> None:
         """Resets the statistics."""
         with self._lock:
-            self._statistics, self.last = AttachmentStatistics(), None
+            self._statistics, self.last = DraftStatistics.sum(), None
 
     def detach(self) -> None:
         """Ends the attachment, if the model still has it, and those that it has replaced for good."""
@@ -156,7 +156,7 @@ class Attachment:
         """Adds a drafted call that took so many seconds to the statistics."""
         done.total_seconds = done.total_seconds or seconds  # untimed without `return_dict_in_generate`
         with self._lock:
-            self._statistics.add(done, seconds)
+            self._statistics += done
             self.last = done
 
 

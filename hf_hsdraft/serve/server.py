@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import json
 import socket
@@ -171,7 +170,7 @@ def report(attachment: Attachment | None) -> dict[str, Any]:
         "verification": _rule_of(attachment),
         "lossless": total.exact,
         "tau": total.tau if total.calls else None,
-        **{name: value for name, value in dataclasses.asdict(total).items() if name != "exact"},
+        **{name: value for name, value in total.totals().items() if name != "exact"},
         "last": None if last is None else {"tau": last.tau, "new_tokens": last.new_tokens, "lossless": last.exact},
     }
 

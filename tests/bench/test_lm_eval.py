@@ -109,7 +109,7 @@ def test_texts_and_scores_are_those_of_plain_decoding(folder, chatty, tokenizer,
     found = Comparison(plain, drafted)
     assert found.same_scores and not found.other_answers and f"same answers: {DOCUMENTS} of {DOCUMENTS}" in str(found)
     assert drafted.drafting.calls == len(drafted.seconds) == len(plain.seconds) and not drafted.drafting.stepped_aside
-    assert drafted.drafting.drafted_nodes > 0 and plain.drafting is None and attached(chatty) is None
+    assert drafted.drafting.drafted_tokens > 0 and plain.drafting is None and attached(chatty) is None
 
 
 def test_stop_strings_end_texts_early(folder, chatty, tokenizer, guide):

@@ -10,7 +10,7 @@ from family_helpers import make_lm
 from session_helpers import padded
 
 from hf_hsdraft import CachebackDrafter, attach
-from hf_hsdraft.core.statistics import AttachmentStatistics, DraftStatistics
+from hf_hsdraft.core.statistics import DraftStatistics
 
 CALL = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
 
@@ -88,10 +88,9 @@ def test_statistics_explain_what_limits_a_call_by_its_costs(found, limit):
     parts = [found.verify_seconds / 10, found.draft_seconds / 10]
     assert limit in said and f"in the time of {sum(parts):.2f} forwards over one token" in said
     assert f"{parts[0]:.2f} to verify 8.0 drafted tokens, {parts[1]:.2f} to draft them" in said
-    two = AttachmentStatistics()
-    two.add(found, 1.0)
-    two.add(found, 1.0)
+    two = found + found
     assert two.explain() == said, "the same calls twice"
+    assert DraftStatistics.sum([two, found]) == DraftStatistics.sum([found] * 3), "whatever the order of sums"
 
 
 def test_statistics_explain_what_else_happened(target, prompt):
@@ -107,7 +106,9 @@ def test_statistics_explain_what_else_happened(target, prompt):
         assert attachment.statistics.explain() == "No drafts: the call decodes by beam search."
         target.generate(prompt, max_new_tokens=24, do_sample=False)
     found = attachment.statistics  # nobody asked for times but the pace
-    assert 0 < found.verify_seconds < found.seconds and found.plain_seconds and "in the time of" in found.explain()
+    assert (
+        0 < found.verify_seconds < found.total_seconds and found.plain_seconds and "in the time of" in found.explain()
+    )
 
 
 def test_chains_and_lossy_rules_print_why(target):
@@ -128,12 +129,14 @@ def test_an_attachment_prints_all_of_its_calls(target, prompt):
     assert found.accepted_by_depth == [
         sum(length >= depth for length in lengths) for depth in (1, 2, 3, 4)[: max(lengths)]
     ]
-    assert found.rounds == len(lengths) and 0 < calls[1].total_seconds < found.seconds < 60
+    assert found.rounds == len(lengths) and 0 < calls[1].total_seconds < found.total_seconds < 60
     lines = shown(attachment)
-    assert lines[1] == f"drafted calls: 2, in {found.seconds:.2f} s" and lines[2].startswith(f"tau {found.tau:.2f} (")
+    assert lines[1] == f"drafted calls: 2, in {found.total_seconds:.2f} s" and lines[2].startswith(
+        f"tau {found.tau:.2f} ("
+    )
     assert lines[-1] == "calls without drafts: 1, because the call decodes by beam search"
-    found.accepted_by_depth.append(1)
-    assert attachment.statistics.accepted_by_depth != found.accepted_by_depth, "a copy"
+    found.stepped_aside["a copy"] = 1
+    assert attachment.statistics.stepped_aside != found.stepped_aside
 
 
 def test_drafters_print_target_shape_and_size(target):

@@ -123,7 +123,7 @@ def test_statistics_are_what_can_be_counted_from_outside(target, batch, rows):
         assert found.tau == calls * NEW / len(forwards) > 1.5
         # Each forward emits one token of the target's own, and the others were drafted.
         assert found.accepted_tokens == calls * NEW - len(forwards)
-    assert found.drafted_nodes >= found.accepted_tokens and found.seconds > 0 and found.exact
+    assert found.drafted_tokens >= found.accepted_tokens and found.total_seconds > 0 and found.exact
     target.generate(**call, **GREEDY)
     assert found.calls == calls, "a copy that does not change"
 

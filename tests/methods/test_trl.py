@@ -10,7 +10,7 @@ from conftest import make_drafter, make_target
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
-from hf_hsdraft import AttachmentStatistics, attach
+from hf_hsdraft import DraftStatistics, attach
 from hf_hsdraft.drafters.hidden_state.quick_weights import quick_weights
 from hf_hsdraft.methods.co_training.co_training import CoTraining
 from hf_hsdraft.methods.co_training.drafting_log import DraftingLog, log_drafting
@@ -188,7 +188,7 @@ def test_tau_is_in_the_logs(tokenizer, tmp_path):
     attachment = attach(target, make_drafter(target))
     log_drafting(trainer, attachment)
     trainer.train()
-    before, expected, tokens, forwards = AttachmentStatistics(), [], 0, 0
+    before, expected, tokens, forwards = DraftStatistics.sum(), [], 0, 0
     for training, now in counts:
         if training:
             tokens += now.new_tokens - before.new_tokens
@@ -213,12 +213,12 @@ def test_roll_outs_that_are_not_drafted_are_told(tokenizer, tmp_path):
 
 @pytest.mark.parametrize(("last", "warned"), [(1.45, False), (1.39, True)])
 def test_a_warning_when_drafting_brings_a_third_less(last, warned, caplog):
-    attachment = SimpleNamespace(statistics=AttachmentStatistics())
+    attachment = SimpleNamespace(statistics=DraftStatistics())
     callback, state = DraftingLog(attachment, window=2), SimpleNamespace(log_history=[])
     for tau in (1.7, 1.5, 1.6, last, last, last):
         callback.on_step_begin(None, state, None)
         done = attachment.statistics
-        attachment.statistics = AttachmentStatistics(
+        attachment.statistics = DraftStatistics(
             new_tokens=done.new_tokens + int(100 * tau), row_forwards=done.row_forwards + 100
         )
         callback.on_step_end(None, state, None)

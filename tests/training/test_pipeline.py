@@ -411,7 +411,9 @@ def test_the_figures_of_the_saved_drafter_are_not_measured_twice(chatty, tokeniz
     from hf_hsdraft.training.loop import trainer
 
     values = iter([3.0, 2.0, 1.0])
-    monkeypatch.setattr(trainer, "pooled_tau", lambda _: next(values))  # raises an error at a fourth evaluation
+    monkeypatch.setattr(
+        trainer.DraftStatistics, "tau", property(lambda _: next(values))
+    )  # raises an error at a fourth evaluation
     run(chatty, tokenizer, plan(tmp_path), max_steps=6)
     found = [entry["eval_tau"] for entry in figures_of(tmp_path / "out") if "eval_tau" in entry]
     assert found == [3.0, 2.0, 1.0, 3.0]
@@ -462,7 +464,7 @@ def test_epochs_and_their_end(chatty, tokenizer, tmp_path, monkeypatch):
 def test_training_stops_when_tau_does_not_grow(chatty, tokenizer, tmp_path, monkeypatch):
     from hf_hsdraft.training.loop import trainer
 
-    monkeypatch.setattr(trainer, "pooled_tau", lambda _: 1.0)
+    monkeypatch.setattr(trainer.DraftStatistics, "tau", 1.0)
     for _ in range(2):  # the second time it is finished
         run(chatty, tokenizer, plan(tmp_path), max_steps=40, early_stopping_patience=2)
         assert steps_done(tmp_path / "out") == 6

@@ -50,7 +50,7 @@ class DraftingLog(TrainerCallback):
     def _counted(self) -> Counter[str]:
         found: Any = self.attachment.statistics
         aside = sum(found.stepped_aside.values())
-        return Counter(tokens=found.new_tokens, forwards=found.row_forwards, seconds=found.seconds, aside=aside)
+        return Counter(tokens=found.new_tokens, forwards=found.row_forwards, seconds=found.total_seconds, aside=aside)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs is None or any(name.startswith("eval_") for name in logs):

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -22,7 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import make_table
 
 from ...core.checks import few
-from ...core.statistics import AttachmentStatistics
+from ...core.statistics import DraftStatistics
 from ...drafters.base.protocol import Drafter
 from ...generate.attachment import Attachment, attach
 
@@ -64,15 +64,15 @@ class HSDraftLM(HFLM):
         return info
 
 
-def as_fields(statistics: AttachmentStatistics) -> dict[str, Any]:
-    return {"tau": statistics.tau, **asdict(statistics)}
+def as_fields(statistics: DraftStatistics) -> dict[str, Any]:
+    return {"tau": statistics.tau, **statistics.totals()}
 
 
-def what_drafting_did(statistics: AttachmentStatistics) -> str:
+def what_drafting_did(statistics: DraftStatistics) -> str:
     """One sentence, a line for each reason to step aside, and why drafting was fast or slow."""
     said = f"{statistics.calls} calls of generate() drafted"
     if statistics.calls:
-        said += f", tau {statistics.tau:.2f}, {statistics.new_tokens} tokens in {statistics.seconds:.1f} s"
+        said += f", tau {statistics.tau:.2f}, {statistics.new_tokens} tokens in {statistics.total_seconds:.1f} s"
     aside = statistics.stepped_aside
     said += f"; {sum(aside.values())} stepped aside"
     said += "".join(f"\n  {count} because {reason}" for reason, count in aside.items())
@@ -85,7 +85,7 @@ class Evaluation:
 
     results: dict[str, Any]
     seconds: Sequence[float]
-    drafting: AttachmentStatistics | None
+    drafting: DraftStatistics | None
 
     def results_with_drafting(self) -> dict[str, Any]:
         return {**self.results, "drafting": None if self.drafting is None else as_fields(self.drafting)}

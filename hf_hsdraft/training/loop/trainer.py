@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
-from ...core.statistics import DraftStatistics, pooled_tau
+from ...core.statistics import DraftStatistics
 from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.target_weights import TargetWeights
 from ...runtime.target_loading import is_sharded
@@ -270,7 +270,7 @@ class DrafterTrainer(Trainer):
         metrics = {f"{prefix}_loss": float((divergence * scale).sum() / scale.sum().clamp(min=1e-9))}
         metrics |= _by_depth(f"{prefix}_accuracy", accuracy.tolist())
         if calls:
-            metrics[f"{prefix}_tau"] = pooled_tau(calls)
+            metrics[f"{prefix}_tau"] = DraftStatistics.sum(calls).tau
             metrics |= _by_depth(f"{prefix}_acceptance", acceptance(calls, len(divergence)))
             metrics[f"{prefix}_parity"] = distance
         return metrics
