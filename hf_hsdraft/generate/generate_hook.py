@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,18 @@ from ..runtime.target_limits import GRADIENTS, check_inputs, gradients_flow
 
 
 def wrap(**functions: Callable[..., Any]) -> None:
-    """Puts functions in the place of methods, once. Each is given the method that was there, and its arguments."""
+    """Puts functions in the place of methods, once. Each is given the method that was there, and its arguments.
+
+    Raises an ImportError if transformers has no such method, or one that does not take what the function takes.
+    """
     for name, function in functions.items():
-        original = getattr(GenerationMixin, name)
+        original = getattr(GenerationMixin, name, None)
+        if original is None:
+            raise ImportError(f"GenerationMixin has no {name}")
+        _, _, *own = inspect.signature(function).parameters.values()
+        named = {each.name for each in own if each.kind is each.POSITIONAL_OR_KEYWORD}
+        if missing := sorted(named - inspect.signature(original).parameters.keys()):
+            raise ImportError(f"GenerationMixin.{name} takes no {', '.join(missing)}")
         if function not in getattr(original, "_hsdraft_functions", ()):
             setattr(GenerationMixin, name, _wrapped(original, function))
 

@@ -2,10 +2,13 @@
 
 import importlib
 import importlib.util
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -13,7 +16,7 @@ import hf_hsdraft
 from hf_hsdraft import cli as commands
 from hf_hsdraft._version import __version__
 from hf_hsdraft.cli import main as cli
-from hf_hsdraft.transformers_version import NEEDED, TESTED, warn_if_untested
+from hf_hsdraft.transformers_version import NEEDED, TESTED
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,7 +153,7 @@ def test_an_old_transformers_is_named_before_anything_else(monkeypatch, capsys):
 
 def test_a_transformers_beyond_the_tested_range_warns_once_at_import(monkeypatch, recwarn):
     monkeypatch.setattr("transformers.__version__", ".".join(map(str, TESTED)) + ".7")
-    warn_if_untested()
+    importlib.reload(hf_hsdraft)
     assert not recwarn.list
     version = f"{TESTED[0]}.{TESTED[1] + 1}.0"
     monkeypatch.setattr("transformers.__version__", version)
@@ -158,10 +161,52 @@ def test_a_transformers_beyond_the_tested_range_warns_once_at_import(monkeypatch
     assert [str(each.message).count(f"transformers {version} is installed") for each in recwarn.list] == [1]
 
 
+IMPORT_WITH_ANOTHER = """
+import sys, transformers
+from transformers.generation.utils import GenerationMixin
+transformers.__version__ = sys.argv[1]
+exec(sys.argv[2])
+import hf_hsdraft
+print("imported", hasattr(GenerationMixin.generate_batch, "_hsdraft_functions"))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("", None),
+        ("del GenerationMixin._assisted_decoding", "GenerationMixin has no _assisted_decoding"),
+        (
+            "GenerationMixin._validate_model_kwargs = lambda self, kwargs: None",
+            "GenerationMixin._validate_model_kwargs takes no model_kwargs",
+        ),
+        (
+            "from transformers.generation import logits_process; del logits_process.WhisperNoSpeechDetection",
+            "cannot import name 'WhisperNoSpeechDetection'",
+        ),
+    ],
+    ids=("fits", "no method", "another parameter", "another name"),
+)
+def test_a_newer_transformers_is_refused_only_where_the_hooks_do_not_fit_it(change, why):
+    version = f"{TESTED[0] + 1}.0.0"
+    command = [sys.executable, "-c", IMPORT_WITH_ANOTHER, version, change]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    told = done.stderr.strip().splitlines()
+    if why is None:
+        assert done.stdout == "imported True\n"
+        assert told[0].startswith("<string>:6: UserWarning: transformers"), "the line that imports is named"
+    else:
+        assert done.returncode == 1 and not done.stdout
+        assert told[-1].startswith("ImportError: transformers") and why in told[-1]
+    assert f"transformers {version} is installed" in done.stderr
+    assert f"Install 'transformers<{TESTED[0]}.{TESTED[1] + 1}'" in done.stderr
+
+
 def test_the_tested_range_is_that_of_the_package_and_of_ci():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    [needed] = [each for each in project["dependencies"] if each.startswith("transformers")]
-    assert needed == f"transformers>={NEEDED[0]}.{NEEDED[1]},<{TESTED[0]}.{TESTED[1] + 1}"
+    [needed] = [Requirement(each) for each in project["dependencies"] if each.startswith("transformers")]
+    assert str(needed.specifier) == f">={NEEDED[0]}.{NEEDED[1]}", "a newer one is not refused by pip"
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert f"transformers=={TESTED[0]}.{TESTED[1]}." in constraints
     assert f"transformers=={NEEDED[0]}.{NEEDED[1]}." in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
