@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from oracles.support import Support
 
 TASKS = ("causal", "seq2seq", "image-text", "speech", "mtp")
+_OUTCOMES = {
+    "tree": "trees",
+    "chain": "chains",
+    "refused": "refused",
+    "error": "error",
+    "plain fails": "unknown: plain `generate()` fails with the tiny model",
+    "not built": "unknown: no tiny model was built",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_markdown(rows: Sequence[Support]) -> str:
-    """Returns the table with its counts."""
+    """Returns one table, in which types share a row where they share what happened, and reasons a footnote."""
     import torch
     import transformers
     from oracles.support import NEW_TOKENS
@@ -62,35 +70,51 @@ def as_markdown(rows: Sequence[Support]) -> str:
     lines = [
         "# Which targets can be drafted for",
         "",
-        f"Written by `python benchmarks/support.py`, transformers {transformers.__version__}, torch "
-        f"{torch.__version__}: a tiny random model of every type, decoded in float32 with and without scripted drafts "
-        f"(right to a random depth, among wrong branches), {NEW_TOKENS} tokens, one prompt and a left-padded batch "
-        "of three. N-grams: one prompt with a CachebackDrafter. Long: both drafters after a prompt longer than every "
-        "window that the configuration names. mtp: every type whose configuration counts layers for multi-token "
-        "prediction, with an MtpDrafter of layers that predict the target's tokens.",
+        "Search this page for the `model_type` in your model's `config.json`. Types without a note decode the text of "
+        "plain `generate()`, drafted by a model or n-grams, for one prompt, a padded batch, and a prompt longer than "
+        "the target's windows.",
         "",
+        f"Written by `python benchmarks/support.py`, transformers {transformers.__version__}, torch "
+        f"{torch.__version__}: a tiny random model of each type, in float32, {NEW_TOKENS} tokens, with drafts that are "
+        "right to a random depth.",
+        "",
+        _counted(rows),
+        "",
+        "| task | drafts | types |",
+        "|---|---|---|",
     ]
-    for task in dict.fromkeys(row.task for row in rows):
-        mine = [row for row in rows if row.task == task]
-        counts = Counter(row.drafts for row in mine)
-        decodable = [row for row in mine if row.drafts not in ("not built", "plain fails")]
-        differ = sum(row.differs for row in mine)
-        lines += [
-            f"## {task}",
-            "",
-            f"{len(mine)} types; of {len(decodable)} that plain `generate()` decodes here: {counts['tree']} trees, "
-            f"{counts['chain']} chains, {counts['refused']} refused, {counts['error']} errors; {differ} differ.",
-            "",
-            "| type | drafts | text | batch | n-grams | long | tau | why |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in mine:
-            text = {True: "equal", False: "differs", None: "-"}[row.equal]
-            reason = row.reason.replace("|", "\\|")
-            trials = f"{text} | {row.batch} | {row.ngrams} | {row.long}"
-            lines.append(f"| {row.model_type} | {row.drafts} | {trials} | {row.tau or '-'} | {reason} |")
-        lines.append("")
-    return "\n".join(lines)
+    alike: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for row in sorted(rows, key=lambda row: (list(TASKS).index(row.task), list(_OUTCOMES).index(row.drafts))):
+        alike.setdefault((row.task, row.drafts, _notes(row)), []).append(row.model_type)
+    numbers: dict[str, int] = {}
+    for (task, drafts, notes), types in alike.items():
+        marks = "".join(f" [{numbers.setdefault(note, len(numbers) + 1)}]" for note in notes)
+        lines.append(f"| {task} | {_OUTCOMES[drafts]}{marks} | {', '.join(types)} |")
+    return "\n".join([*lines, "", *(f"{number}. {note}" for note, number in numbers.items()), ""])
+
+
+def _counted(rows: Sequence[Support]) -> str:
+    counts = Counter(row.drafts for row in rows)
+    decodable = len(rows) - counts["not built"] - counts["plain fails"]
+    return (
+        f"Of {len(rows)} types {decodable} decode here: {counts['tree']} with trees, {counts['chain']} with chains, "
+        f"{counts['refused']} refused, {counts['error']} errors; {sum(row.differs for row in rows)} texts differ."
+    )
+
+
+def _notes(row: Support) -> tuple[str, ...]:
+    """What a row of the table is marked with. Errors of a tiny model without drafts say nothing about drafting."""
+    if row.drafts in ("not built", "plain fails"):
+        return ()
+    trials = {"batches": row.batch, "n-grams": row.ngrams, "long prompts": row.long}
+    expected = ("-", "equal") if row.drafts != "refused" else ("-", "refused")
+    told = [
+        f"{name} {'draft' if found == 'equal' else f'are {found}' if found == 'refused' else found}"
+        for name, found in trials.items()
+        if found not in expected
+    ]
+    told += ["the text differs"] if row.equal is False else []
+    return tuple(note.strip().rstrip(".") for note in (row.reason, *told) if note)
 
 
 if __name__ == "__main__":

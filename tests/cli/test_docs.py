@@ -9,9 +9,12 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import transformers
+from oracles.support import MAPPINGS, model_types
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
@@ -23,6 +26,7 @@ from hf_hsdraft.verify.registry import OPTION_NAMES
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "hf_hsdraft" / "methods" / "README.md"]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -143,6 +147,18 @@ def test_one_round_names_the_files_that_a_round_passes_through(monkeypatch):
     text = (ROOT / "docs" / "one-round.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text) if name.split("/")[0] not in ("cpu", "gpu")}
     assert sorted(named) == round_files.needed(round_files.traced_round())
+
+
+def test_the_table_of_types_has_every_type_of_transformers_once_a_task():
+    text = (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
+    assert f"transformers {transformers.__version__}," in text or transformers.__version__ not in CONSTRAINTS
+    rows = [row.strip("|").split("|") for row in text.splitlines() if row.startswith("| ") and "types |" not in row]
+    notes = set(re.findall(r"^(\d+)\. \S", text, re.MULTILINE))
+    assert notes == {number for _, drafts, _ in rows for number in re.findall(r"\[(\d+)\]", drafts)}
+    listed = Counter((task.strip(), each) for task, _, types in rows for each in types.strip().split(", "))
+    assert set(listed.values()) == {1} and len(text.split()) < 1_500
+    for task in MAPPINGS if transformers.__version__ in CONSTRAINTS else ():
+        assert {each for found, each in listed if found == task} == {each for each, *_ in model_types(task)}
 
 
 @pytest.mark.parametrize(
