@@ -9,18 +9,22 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from conftest import make_drafter, make_target
 from oracles.support import MAPPINGS, model_types
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import HSDrafter, attached
 from hf_hsdraft.cli.main import GROUPS, app
 from hf_hsdraft.drafters.base.draft_options import default_options
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 from hf_hsdraft.verify.registry import OPTION_NAMES
 
@@ -117,6 +121,64 @@ def test_the_figures_of_the_readme_are_those_of_performance():
     assert len(rows) == 8 and all(row in text for row in rows)
     for figure in ("2.89", "2.8", "16 of 60", "13 of 13", "984", "707", "91", "82"):
         assert figure in readme and figure in text
+
+
+def test_the_picture_of_the_readme_shows_the_forwards_that_it_names():
+    [(name, said)] = re.findall(r'<img src="([^"]+)" alt="([^"]+)"', README.read_text(encoding="utf-8"))
+    picture = (ROOT / name).read_text(encoding="utf-8").replace("&#160;", " ")
+    shown = re.findall(r"(?:plain: |with drafts: )(\d+) target forwards", picture)
+    assert shown[:2] == re.findall(r"\d+", said)
+
+
+def test_the_readme_names_the_versions_that_pyproject_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    [transformers_needed] = [each for each in project["dependencies"] if each.startswith("transformers")]
+    python, library = project["requires-python"].removeprefix(">="), transformers_needed.partition(">=")[2]
+    assert f"Python {python} or newer, transformers {library} or newer" in text
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=name_of)
+def test_extras_and_files_that_installs_name_exist(page):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"pip install ([^|;&`\n]+)", text)
+    for extras in re.findall(r"\.\[([\w,-]+)\]", " ".join(commands)):
+        assert set(extras.split(",")) <= project["optional-dependencies"].keys(), f"{page.name} installs {extras}"
+    for file in re.findall(r"-[cr] (\S+)", " ".join(commands)):
+        assert (ROOT / file).is_file(), f"{page.name} installs by {file}"
+
+
+def test_pages_run_scripts_that_are_here():
+    for page in PAGES:
+        for script in re.findall(r"python ((?:examples|benchmarks)/\w+\.py)", page.read_text(encoding="utf-8")):
+            assert (ROOT / script).is_file(), f"{page.name} runs {script}"
+
+
+def test_the_three_lines_of_the_readme_draft(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    [code] = [cell for cell in cells(README) if "attach(model)" in cell]
+    names = {"model": make_target(), "inputs": encode_prompt(tokenizer, "w1 w2 w3 w1 w2 w3 w1 w2")}
+    names["model"].generation_config.max_new_tokens = 24
+    plain = names["model"].generate(**names["inputs"])
+    exec(code, names)
+    statistics = attached(names["model"]).statistics
+    assert torch.equal(names["output"], plain) and statistics.calls == 1, statistics.stepped_aside
+
+
+def test_what_the_readme_passes_as_an_assistant_is_taken(tokenizer, tmp_path):
+    """MTP layers: tests of `MtpDrafter`."""
+    named = re.findall(r'assistant_model="([^"]+)"', README.read_text(encoding="utf-8"))
+    assert set(named) == {"mtp", "ngrams", "user/drafter", "user/small-model"}
+    target = make_target()
+    make_drafter(target).save_pretrained(tmp_path / "drafter")
+    make_target().save_pretrained(tmp_path / "small-model")
+    inputs = encode_prompt(tokenizer, "w1 w2 w3 w1 w2 w3 w1 w2")
+    call = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(**inputs, **call).sequences
+    for name in ("ngrams", str(tmp_path / "drafter"), str(tmp_path / "small-model")):
+        output = target.generate(**inputs, **call, assistant_model=name)
+        assert torch.equal(output.sequences, plain) and output.statistics.drafter != ""
 
 
 def test_no_text_installs_the_package_from_an_index_that_does_not_have_it():
