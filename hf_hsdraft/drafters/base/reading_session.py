@@ -18,7 +18,7 @@ from .decoder_layer import AttendByLayer
 from .draft_options import DraftOptions, refiner_of
 from .protocol import Accepted, Ask, Call
 from .target_weights import TargetWeights
-from .tree_session import Confidence, DraftMemory, Levels, ParallelExpansion, TokenBias, TreeSession
+from .tree_session import Confidence, DraftMemory, ParallelExpansion, TokenBias, TreeSession
 
 _NOWHERE = 2**62  # position of an empty slot, beyond any query
 
@@ -155,15 +155,32 @@ class RowContext:
         return other
 
 
-class DraftedNodes(Levels):
+class DraftedNodes:
     """Nodes drafted in one round, after the accepted positions of some rows of the batch, which have been read.
 
-    Drafted keys and values are overwritten when more positions are accepted. Number 0 is what the text ends with.
+    Drafted keys and values are overwritten when more positions are accepted. Number 0 is what the text ends with. Of
+    a `LevelExpansion` these are the `Levels`, where a node's state is its number.
     """
 
     def __init__(self, context: RowContext, rows: Sequence[int], device: torch.device) -> None:
         self._context, self._rows = context, list(rows)
         self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=device)  # `[B, 1 + m, m]`, ancestors
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if states is None:
+            return self.of_roots(), torch.zeros_like(tokens)[..., None]
+        logits, numbers = self.of_nodes(level, tokens, states[..., 0])
+        return logits, numbers[..., None]
+
+    def of_roots(self) -> torch.Tensor:
+        """Returns logits `[B, 1, V']` of the roots' children."""
+        raise NotImplementedError
+
+    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds nodes; returns the logits `[B, n, V']` of their children, at depth `level`, and their numbers."""
+        raise NotImplementedError
 
     def add(self, parents: torch.Tensor, causal: bool = False) -> torch.Tensor:
         """Adds nodes below `parents` `[B, n]`, int64, and returns their numbers, likewise.

@@ -263,24 +263,13 @@ class ParallelExpansion(Expansion):
         return _Part(self._columns, up, logits, race, reach, refined_up)
 
 
-class Levels:
-    """The levels of the trees that a batch grows in one round, one forward each. Rows of nodes are numbered from 1."""
-
-    def of_roots(self) -> torch.Tensor:
-        """Returns logits `[B, 1, V']` of the roots' children."""
-        raise NotImplementedError
-
-    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds nodes with `tokens` `[B, n]`, int64, whose parents have the numbers `parents`, likewise; a root has 0.
-
-        Returns the logits `[B, n, V']` of their children, which are at depth `level`, and the numbers `[B, n]`.
-        """
-        raise NotImplementedError
+# Takes arguments of an `Expansion`; returns the children's logits `[B, n, V']` and the nodes' states `[B, n, S]`.
+Levels = Callable[[int, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class LevelExpansion(Expansion):
-    """Expands nodes level by level. A node's state is its number."""
+    """Expands nodes level by level, one forward each."""
 
     levels: Levels
     depth: int  # greatest depth of a child
@@ -290,29 +279,20 @@ class LevelExpansion(Expansion):
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, numbers = self.logits(level, tokens, states)
-        return log_probs_of(level, logits, self.temperature, self.race), numbers
+        logits, states = self.levels(level, tokens, states)
+        return log_probs_of(level, logits, self.temperature, self.race), states
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
-        logits, numbers = self.logits(level, tokens, states)
+        logits, states = self.levels(level, tokens, states)
         if self.race is None or logits.shape[-1] < 2 * TUNING.likely_columns:
-            return *best_children(log_probs_of(level, logits, self.temperature, self.race), scores, count), numbers
+            return *best_children(log_probs_of(level, logits, self.temperature, self.race), scores, count), states
         columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
         logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
         values, found, parents = best_children(self.race.among(columns)(level, logits), scores, count)
-        return values, columns.gather(1, found), parents, numbers
-
-    def logits(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns logits `[B, n, V']` of all children and numbers `[B, n, 1]` of the nodes."""
-        if states is None:
-            return self.levels.of_roots(), torch.zeros_like(tokens)[..., None]
-        logits, numbers = self.levels.of_nodes(level, tokens, states[..., 0])
-        return logits, numbers[..., None]
+        return values, columns.gather(1, found), parents, states
 
 
 class TreeSession(Session):

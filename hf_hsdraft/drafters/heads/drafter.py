@@ -20,7 +20,6 @@ from torch import nn
 
 from ...core.checks import POSITIVE, integer, public_name, setting
 from ...core.draft_tree import Expansion
-from ...core.tensors import on_device
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import Shape
 from ..base.draft_options import DraftOptions
@@ -30,26 +29,7 @@ from ..base.published import PublishedNetwork, SpeculatorsFiles
 from ..base.published_format import TOKEN_MAP, offsets_listed
 from ..base.reading_session import Columns, ParallelSession, Slots, ends_of
 from ..base.target_weights import TargetWeights, borrow
-from ..base.tree_session import LevelExpansion, Levels
-
-
-class HeadLevels(Levels):
-    """The nodes drafted in one round, by their states; number 0 is the root."""
-
-    def __init__(self, network: Any, weights: TargetWeights, started: torch.Tensor, roots: torch.Tensor) -> None:
-        self._network, self._weights = network, weights
-        self._states = network.advance(1, started, roots, weights)  # of all nodes by number, `[B, 1 + m, S]`
-
-    def of_roots(self) -> torch.Tensor:
-        return self._network.logits_at(1, self._states[:, :1], self._weights)
-
-    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        known = self._states.shape[1]
-        above = self._states.gather(1, parents[..., None].expand(-1, -1, self._states.shape[2]))
-        made = self._network.advance(level, above, tokens, self._weights)
-        self._states = torch.cat([self._states, made], dim=1)
-        numbers = torch.arange(known, known + tokens.shape[1], device=tokens.device)
-        return self._network.logits_at(level, made, self._weights), numbers.expand_as(tokens)
+from ..base.tree_session import LevelExpansion
 
 
 class HeadsSession(ParallelSession):
@@ -72,9 +52,12 @@ class HeadsSession(ParallelSession):
         network, rows, depth = self.drafter, [ask.row for ask in asks], min(depth, self.drafter.num_draft_steps)
         self.read_pending(rows)
         started = network.start(torch.stack([self._left[row] for row in rows])[:, None])
+
+        def levels(level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            states = network.advance(level, started if states is None else states, tokens, self.weights)
+            return network.logits_at(level, states, self.weights), states
+
         if network.reads_tokens:
-            roots = on_device([[ask.root] for ask in asks], started.device)
-            levels = HeadLevels(network, self.weights, started, roots)
             return LevelExpansion(levels, depth, options.temperature, self.race(rows, depth))
         logits = [network.logits_at(level, started, self.weights) for level in range(1, depth + 1)]
         return self.expanded(asks, started, options, torch.cat(logits, dim=1), None)

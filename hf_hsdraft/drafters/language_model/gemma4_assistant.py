@@ -27,7 +27,7 @@ from ..base.plain_config import TargetSizes
 from ..base.protocol import Accepted, Ask, Call, Read, weights_of
 from ..base.registry import Fit, Format, TargetInfo, fields_told, fit_of, misfit, register_format
 from ..base.target_weights import borrow
-from ..base.tree_session import LevelExpansion, Levels, TreeSession
+from ..base.tree_session import LevelExpansion, TreeSession
 from .lm_drafter import ModelDrafter
 from .lm_files import read_config
 
@@ -169,27 +169,6 @@ def why_not_shared(own: Any, target: Any) -> str:
     return ""
 
 
-class AssistedNodes(Levels):
-    """Nodes drafted in one round; number 0 is the root."""
-
-    def __init__(self, session: AssistantSession, rows: Sequence[int], roots: torch.Tensor) -> None:
-        self._drafter, self._embed, self._roots = session.drafter, session.embed, roots
-        self._shared = session.shared(rows)
-        self._before = session.before(rows)
-        self._states = self._before  # `[B, 1 + m, D]`, after each node
-
-    def of_roots(self) -> torch.Tensor:
-        logits, self._states = self._drafter.advance(self._embed(self._roots), self._before, self._shared)
-        return logits
-
-    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        before, count = self._states.shape[1], tokens.shape[1]
-        above = self._states.gather(1, parents[..., None].expand(-1, -1, self._states.shape[-1]))
-        logits, states = self._drafter.advance(self._embed(tokens), above, self._shared)
-        self._states = torch.cat([self._states, states], dim=1)
-        return logits, torch.arange(before, before + count, device=tokens.device).expand(len(tokens), -1)
-
-
 class AssistantSession(TreeSession):
     """Drafts trees (or chains) for a batch, one depth of all rows per forward."""
 
@@ -211,10 +190,6 @@ class AssistantSession(TreeSession):
 
     def keep(self, rows: Sequence[int]) -> None:
         self._rows = list(rows)
-
-    def before(self, rows: Sequence[int]) -> torch.Tensor:
-        """Returns the target's states `[B, 1, D]` before the roots of rows."""
-        return torch.stack([self._last[row] for row in rows])[:, None]
 
     def shared(self, rows: Sequence[int]) -> SharedStates:
         """Returns what the target keeps of rows, and may be seen from their roots."""
@@ -239,8 +214,12 @@ class AssistantSession(TreeSession):
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         rows = [ask.row for ask in asks]
-        roots = on_device([[ask.root] for ask in asks], self.drafter.device)
-        return LevelExpansion(AssistedNodes(self, rows, roots), depth, options.temperature, self.race(rows, depth))
+        shared, before = self.shared(rows), torch.stack([self._last[row] for row in rows])[:, None]
+
+        def levels(level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.drafter.advance(self.embed(tokens), before if states is None else states, shared)
+
+        return LevelExpansion(levels, depth, options.temperature, self.race(rows, depth))
 
 
 def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:

@@ -21,14 +21,13 @@ from ...hub.pretrained_drafter import write_options
 from ...hub.publication import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import AttentionKind
-from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions, default_options, option_names
 from ..base.plain_config import PlainConfig
 from ..base.protocol import Accepted, Ask, Call, Drafter, Read, weights_of
 from ..base.registry import Format, register_format
 from ..base.saved_drafter import refuse_unknown, take_options
 from ..base.travelling_config import ANY
-from ..base.tree_session import CacheMemory, ParallelExpansion, TreeSession, log_probs_of
+from ..base.tree_session import CacheMemory, LevelExpansion, ParallelExpansion, TreeSession
 from .lm_files import (
     DRAFTING_OPTIONS,
     describe,
@@ -43,29 +42,22 @@ from .lm_texts import LMTexts, ability_of, groups_of_rows, kind_of, shared_token
 
 
 @dataclass(frozen=True)
-class LMExpansion(Expansion):
-    """The model's distribution after each node, one forward per depth. A node's state is its path."""
+class LMLevels:
+    """The `Levels` of a language model. A node's state is its path `[level - 1]`."""
 
     texts: LMTexts  # have read the accepted tokens, including the roots
     first: torch.Tensor  # `[B, 1, V]`, logits after the roots
-    depth: int  # greatest depth of a child
     vocab_size: int  # only this many first columns of the logits may be drafted
-    temperature: float = 1.0  # of the returned distributions
-    race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities `[B, n, V']` of the nodes' children, and the nodes' paths `[B, n, level - 1]`.
-
-        `states` `[B, n, level - 2]` are the paths of the nodes' parents; None at level 1.
-        """
         if states is None:
             self.texts.forget()  # evaluated again
             logits, paths = self.first, tokens[..., None][..., :0]
         else:
             logits, paths = self.texts.read_nodes(tokens, states)
-        return log_probs_of(level, logits[..., : self.vocab_size].float(), self.temperature, self.race), paths
+        return logits[..., : self.vocab_size], paths
 
 
 @dataclass(frozen=True)
@@ -174,15 +166,16 @@ class CausalLMSession(TreeSession):
         first = texts.read(tokens)
         try:
             self._vocab_ids = self._vocab_ids.to(first.device)  # the last device of a split model
-            race, size = self.race(texts.rows, depth), self._vocab_size
-            expansion = LMExpansion(texts, first, depth, size, options.temperature, race)
+            levels, race = LMLevels(texts, first, self._vocab_size), self.race(texts.rows, depth)
+            expansion = LevelExpansion(levels, depth, options.temperature, race)
             trees = self.grown(all_asks, expansion, options)
         finally:
             texts.forget()
         return {row: tree for row, tree in zip(texts.rows, trees, strict=True) if row in depths}
 
-    def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
-        return replace(expansion, texts=expansion.texts.copied())  # drafts are dropped after each round
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        apart = replace(expansion.levels, texts=expansion.levels.texts.copied())  # drafts are dropped after each round
+        return replace(expansion, levels=apart)
 
 
 class ParallelLMSession(CausalLMSession):
@@ -202,7 +195,7 @@ class ParallelLMSession(CausalLMSession):
             [*text[kept:], *[self._mask] * (count - 1)] if count else []
             for text, kept, count in zip(known, texts.kept, each, strict=True)
         ]
-        logits = texts.read(inputs, depth)[..., : self._vocab_size].float()
+        logits = texts.read(inputs, depth)[..., : self._vocab_size]
         texts.take_back(known, [0] * len(known))  # the masks
         # A row's outputs are the last ones, as many as its depth.
         columns = [[min(depth - count + index, depth - 1) for index in range(depth)] for count in each]

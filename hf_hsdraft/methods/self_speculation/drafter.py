@@ -15,14 +15,14 @@ from ...core.checks import MOST_NODES, check_fields, demand, integer, setting
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
-from ...core.tensors import RMSNorm, device_of, on_device
+from ...core.tensors import RMSNorm, device_of
 from ...drafters.base.decoder_layer import FeedForward
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.protocol import Ask, Call, Drafter, Read, check_sizes, weights_of
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import TravellingConfig
-from ...drafters.base.tree_session import LevelExpansion, Levels, TreeSession
+from ...drafters.base.tree_session import LevelExpansion, TreeSession
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ...runtime.target_parts import decoder_list, why_not_replaced
 from .first_layers import FirstLayers
@@ -212,24 +212,19 @@ def _why_not_split(target: Any) -> str:
 
 
 @dataclass(frozen=True)
-class ImitatedLevels(Levels):
-    """Levels of a draft, read by the target's first layers after the texts; a node's number is its column."""
+class ImitatedLevels:
+    """The `Levels` of a draft that the target's first layers read after the texts; a node's state is its column."""
 
     drafter: SelfDrafter
     weights: TargetWeights
     first: FirstLayers
-    roots: torch.Tensor  # `[B, 1]`, int64
 
-    def of_roots(self) -> torch.Tensor:
-        return self._logits(self.first.read_nodes(self.roots, None)[0])
-
-    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        states, columns = self.first.read_nodes(tokens, parents)
-        return self._logits(states), columns
-
-    def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        imitated = self.drafter.imitated(states.to(self.drafter.device, self.drafter.dtype))
-        return self.drafter.logits(imitated, self.weights).float().to(self.roots.device)
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        read, columns = self.first.read_nodes(tokens, None if states is None else states[..., 0])
+        imitated = self.drafter.imitated(read.to(self.drafter.device, self.drafter.dtype))
+        return self.drafter.logits(imitated, self.weights).to(tokens.device), columns[..., None]
 
 
 class SelfSession(TreeSession):
@@ -268,8 +263,7 @@ class SelfSession(TreeSession):
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> LevelExpansion:
         assert self._first is not None
-        roots = on_device([[ask.root] for ask in asks], self._vocab_ids.device)
-        levels = ImitatedLevels(self._drafter, self._weights, self._first, roots)
+        levels = ImitatedLevels(self._drafter, self._weights, self._first)
         return LevelExpansion(levels, depth, options.temperature, self.race([ask.row for ask in asks], depth))
 
     def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> LevelExpansion:
