@@ -104,11 +104,11 @@ def test_the_model_is_its_formula_step_by_step(target, before):
     refiner = Refiner(model, SHARE, weights, rows=1)
     refiner.observe(0, before[:2])
     refiner.observe(0, [*before[2:], 11])
-    refinement = refiner.refinement([0])
+    refinement = refiner.refined([0])
     text, states = [*before, 11], None
-    for token in (11, 20, 21, 22):
+    for level, token in enumerate((11, 20, 21, 22), 1):
         text = text if states is None else [*text, token]
-        states = refinement.advance(torch.tensor([[token]]), states)
+        states = refinement.advance(level, torch.tensor([[token]]), states)
         wanted = naive(model, weights.embed, text)
         torch.testing.assert_close(model(states)[0, 0], wanted, atol=1e-4, rtol=1e-4)
 

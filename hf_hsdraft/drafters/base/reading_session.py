@@ -384,6 +384,5 @@ class ParallelSession(ReadingSession):
     ) -> ParallelExpansion:
         """Returns the expansion of slots `[B, slots, D]` with logits `[B, depth, V']`."""
         rows, temperature = [ask.row for ask in asks], options.temperature
-        refinement = None if self._refiner is None else self._refiner.refinement(rows)
-        race, confidence = self.race(rows, logits.shape[1]), self.confidence(hidden)
-        return ParallelExpansion(logits, bias, temperature, race, refinement=refinement, confidence=confidence)
+        bias = bias if self._refiner is None else self._refiner.refined(rows, bias)
+        return ParallelExpansion(logits, bias, temperature, self.race(rows, logits.shape[1]), self.confidence(hidden))

@@ -61,9 +61,7 @@ class DraftMemory(CacheMemory):
 
 
 class TokenBias:
-    """The bias that a head computes from the tokens of a path, for the trees of B sequences with n nodes at a depth.
-
-    Tree builders only gather node states.
+    """What a path's tokens add to drafted logits, by a head, for the trees of B sequences with n nodes at a depth.
 
     Args:
         embed: the target's embedding.
@@ -82,8 +80,7 @@ class TokenBias:
         reach: torch.Tensor | None = None,
     ) -> None:
         self._head, self._embed, self._hidden, self._first = head, embed, hidden, first
-        self.projected, self._since, self.reach = head.project(hidden), since, reach
-        self.up, self.among = head.up, head.among
+        self.projected, self._since, self._reach = head.project(hidden), since, reach
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         """Returns the states `[B, n, S]` of nodes with `tokens` `[B, n]`, int64, whose children are at depth `level`.
@@ -99,12 +96,25 @@ class TokenBias:
                 return states
         return head.advance(inputs, states, hidden)
 
-    def code(self, level: int, states: torch.Tensor) -> torch.Tensor | None:
-        """Returns the codes `[B, n, r]` of nodes with `states` `[B, n, S]`; None if this level has no bias."""
+    def among(self, columns: torch.Tensor | None) -> Any:
+        """Returns the last product for columns `[B, C]`, None for all; None if it computes all columns only."""
+        if columns is None:
+            return self._head.up, self._reach
+        up, reach = self._head.among(columns), self._reach
+        if reach is not None:
+            reach = reach.gather(-1, columns[:, None].expand(-1, reach.shape[1], -1))
+        return None if up is None else (up, reach)
+
+    def told(self, level: int, logits: torch.Tensor, states: torch.Tensor, last: Any) -> torch.Tensor:
+        """Returns the logits `[B, n, C]` of the children at depth `level` of nodes with `states` `[B, n, S]`.
+
+        `logits` `[B, 1, C]` are drafted without the path; `last` is from `among` for the same columns.
+        """
         if self._since is None and level <= self._head.free_depths:
-            return None
-        slot = self._first + level - 1
-        return self._head.code(self.projected[:, slot : slot + 1], states)
+            return logits
+        (up, reach), slot = last, self._first + level - 1
+        code = self._head.code(self.projected[:, slot : slot + 1], states)
+        return biased(logits, up(code), None if reach is None else reach[:, level - 1 : level])
 
     def search(
         self, logits: torch.Tensor, temperature: float, roots: torch.Tensor, limits: TreeLimits
@@ -130,11 +140,9 @@ class _Part:
     """The part of the vocabulary that a beam considers."""
 
     columns: torch.Tensor | None  # `[B, C]`, int64; None for all
-    up: Transform | None  # maps codes to biases of these columns
     logits: Sequence[torch.Tensor]  # `[B, 1, C]` of each depth
     race: Race | None
-    reach: torch.Tensor | None  # `[B, depth, C]`, where the bias applies; None for everywhere
-    refined_up: Transform | None  # the refinement's last product for these columns
+    last: Any  # the bias's last product for these columns
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,6 @@ class ParallelExpansion(Expansion):
     bias: TokenBias | None = None  # of the path's tokens; without it, nodes have no states
     temperature: float = 1.0  # of the returned distributions
     race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
-    refinement: Any = None  # by a refiner's model of the path; see `draft_options`
     confidence: Confidence | None = None  # used in the search for the best trees
     _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
 
@@ -155,7 +162,7 @@ class ParallelExpansion(Expansion):
 
     @property
     def has_states(self) -> bool:  # type: ignore[override]
-        return self.bias is not None or self.refinement is not None
+        return self.bias is not None
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
@@ -174,45 +181,24 @@ class ParallelExpansion(Expansion):
             logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
         log_probs = log_probs_of(level, logits, self.temperature, race)
         if self.confidence is not None:
-            own = states if self.refinement is None or states is None else states[..., self.refinement.state_size :]
-            scores = scores + self.confidence(level, own)
+            scores = scores + self.confidence(level, states)
         values, found, parents = best_children(log_probs, scores, count)
         return values, found if columns is None else columns.gather(1, found), parents, states
 
     def search(self, root_tokens: torch.Tensor, limits: TreeLimits) -> tuple[torch.Tensor, list[int]] | None:
-        if self.bias is None or any(each is not None for each in (self.race, self.refinement, self.confidence)):
+        if self.bias is None or self.race is not None or self.confidence is not None:
             return None
         return self.bias.search(self.logits, self.temperature, root_tokens, limits)
 
     def _known(
         self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the logits of the children given their paths, and the nodes' states, refinement states first."""
-        if self.refinement is None:
-            return self._drafted(part, level, tokens, states)
-        size, own, model_states = self.refinement.state_size, None, None
-        if states is not None:
-            model_states, own = states[..., :size], states[..., size:]
-        logits, own = self._drafted(part, level, tokens, own)
-        model_states = self.refinement.advance(tokens, model_states)
-        assert part.refined_up is not None
-        logits = self.refinement(level, logits, model_states, part.refined_up)
-        return logits, model_states if own is None else torch.cat([model_states, own], dim=-1)
-
-    def _drafted(
-        self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `_known`, without the refinement."""
+        """Returns the logits of the children given their paths, and the nodes' states."""
         logits = part.logits[level - 1]
         if self.bias is None:
             return logits, None
         states = self.bias.advance(level, tokens, states)
-        code = self.bias.code(level, states)
-        if code is not None:
-            assert part.up is not None
-            reach = None if part.reach is None else part.reach[:, level - 1 : level]
-            logits = biased(logits, part.up(code), reach)
-        return logits, states
+        return self.bias.told(level, logits, states, part.last), states
 
     # Not `cached_property`: its lock cannot be compiled before Python 3.12.
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -229,19 +215,14 @@ class ParallelExpansion(Expansion):
         return self._once("part", self._likely_columns)
 
     @property
-    def _reach(self) -> torch.Tensor | None:
-        return None if self.bias is None else self.bias.reach
-
-    @property
     def _columns(self) -> torch.Tensor:
         """`[B, C]`, the likely columns of each row."""
         most = min(TUNING.likely_columns, self.logits.shape[-1])
         return self._once("columns", lambda: self.logits.amax(dim=1).topk(most, sorted=False).indices)
 
     def _all_columns(self) -> _Part:
-        up = None if self.bias is None else self.bias.up
-        refined_up = None if self.refinement is None else self.refinement.among(None)
-        return _Part(None, up, self.logits.split(1, dim=1), self.race, self._reach, refined_up)
+        last = None if self.bias is None else self.bias.among(None)
+        return _Part(None, self.logits.split(1, dim=1), self.race, last)
 
     def _likely_columns(self) -> _Part:
         """The columns that are likely at any depth before the path's tokens are known.
@@ -249,18 +230,14 @@ class ParallelExpansion(Expansion):
         A path's tokens seldom raise a token from below these, so this skips most of a level's work. If the bias needs
         all columns, all are kept, but the race runs among the likely ones.
         """
-        bias, race = self.bias, self.race
         if self.logits.shape[-1] < 2 * TUNING.likely_columns:
             return self._whole
-        up = None if bias is None else bias.among(self._columns)
-        if bias is not None and up is None:
-            return replace(self._whole, race=None if race is None else race.among(self._columns))
-        columns = self._columns[:, None].expand(-1, self.depth, -1)
-        race = None if race is None else race.among(self._columns)
-        reach = None if self._reach is None else self._reach.gather(-1, columns)
-        refined_up = None if self.refinement is None else self.refinement.among(self._columns)
-        logits = self.logits.gather(-1, columns).split(1, dim=1)
-        return _Part(self._columns, up, logits, race, reach, refined_up)
+        race = None if self.race is None else self.race.among(self._columns)
+        last = None if self.bias is None else self.bias.among(self._columns)
+        if self.bias is not None and last is None:
+            return replace(self._whole, race=race)
+        logits = self.logits.gather(-1, self._columns[:, None].expand(-1, self.depth, -1))
+        return _Part(self._columns, logits.split(1, dim=1), race, last)
 
 
 # Takes arguments of an `Expansion`; returns the children's logits `[B, n, V']` and the nodes' states `[B, n, S]`.

@@ -45,6 +45,7 @@ from ...core.draft_tree import (
 from ...core.tensors import RMSNorm, Transform, on_device
 from ...drafters.base import draft_options
 from ...drafters.base.target_weights import TargetWeights
+from ...drafters.base.tree_session import TokenBias
 from ...hub.drafter_files import check_weights, read_json, sha256, tensors
 from ...training.files import write_complete
 
@@ -191,36 +192,40 @@ _of_drafters: weakref.WeakKeyDictionary[Any, tuple[Path, PathLM]] = weakref.Weak
 
 @dataclass(frozen=True)
 class Refinement:
-    """The refinement of one draft, whose interface is that of a `TokenBias` with the drafter's logits."""
+    """A `TokenBias` of one draft: the refinement behind the drafter's own, before whose states its own stand."""
 
     model: PathLM
     share: float  # weight of the model in the logits, in [0, 1)
     embed: Transform
     since: torch.Tensor  # `[B, 1, S]`, the model's states before the roots
+    own: TokenBias | None = None  # the drafter's
 
-    @property
-    def state_size(self) -> int:
-        return self.since.shape[-1]
+    def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        size = self.since.shape[-1]
+        before = self.since if states is None else states[..., :size].to(self.since.dtype)
+        found = self.model.advance(self.embed(tokens), before)
+        if self.own is None:
+            return found
+        of_drafter = self.own.advance(level, tokens, None if states is None else states[..., size:])
+        return torch.cat([found, of_drafter], dim=-1)
 
-    def advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """Returns the states `[B, n, S]` of nodes from their parents' states; None for roots."""
-        return self.model.advance(self.embed(tokens), self.since if states is None else states.to(self.since.dtype))
+    def among(self, columns: torch.Tensor | None) -> Any:
+        own, up = None if self.own is None else self.own.among(columns), self.model.up
+        if columns is None:
+            return own, up
+        rows, bias = up.weight[columns].mT, up.bias[columns][:, None]
+        return None if self.own is not None and own is None else (own, lambda code: code @ rows + bias)
 
-    def __call__(self, level: int, logits: torch.Tensor, states: torch.Tensor, up: Transform) -> torch.Tensor:
-        """Returns refined logits `[B, n, C]` of the children at depth `level` of nodes with `states` `[B, n, S]`.
-
-        `logits` `[B, n or 1, C]` are the drafter's; `up` is from `among` for the same columns.
-        """
+    def told(self, level: int, logits: torch.Tensor, states: torch.Tensor, last: Any) -> torch.Tensor:
+        (own, up), size = last, self.since.shape[-1]
+        if self.own is not None:
+            logits = self.own.told(level, logits, states[..., size:], own)
         if level < _FIRST_LEVEL:
             return logits
-        return (1.0 - self.share) * logits + self.share * up(self.model.code(states))
+        return (1.0 - self.share) * logits + self.share * up(self.model.code(states[..., :size]))
 
-    def among(self, columns: torch.Tensor | None) -> Transform:
-        """Returns the last product for columns `[B, C]`; None for all columns."""
-        if columns is None:
-            return self.model.up
-        rows, bias = self.model.up.weight[columns].mT, self.model.up.bias[columns][:, None]
-        return lambda code: code @ rows + bias
+    def search(self, *args: Any) -> None:
+        """The kernel's operators know no refinement."""
 
 
 class Refiner:
@@ -248,13 +253,13 @@ class Refiner:
         """Takes further tokens of a row; the last one is the root of its next draft."""
         self._last[row] = [*self._last[row], *tokens][-self.model.sizes.length - 1 :]
 
-    def refinement(self, rows: Sequence[int]) -> Refinement:
-        """Returns the refinement of the next drafts of these rows."""
+    def refined(self, rows: Sequence[int], own: TokenBias | None = None) -> Refinement:
+        """Returns the refinement of the next drafts of these rows, behind the drafter's own bias."""
         length, embed = self.model.sizes.length, self._weights.embed
         last = [self._last[row][:-1] for row in rows]
         padded = [[-1] * (length - len(tokens)) + tokens for tokens in last]
         since = self.model.after(on_device(padded, self._weights.vocab_ids.device), embed)
-        return Refinement(self.model, self._share, embed, since[:, None])
+        return Refinement(self.model, self._share, embed, since[:, None], own)
 
 
 def p_best_trees(
