@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core.checks import printable
 from ..drafters.base.registry import FAMILIES, load_families, recognise
+from ..drafters.base.saved_drafter import stored_options
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..hub.checkpoint import Checkpoint, cached_models, target_of
 from ..hub.drafter_files import (
@@ -35,7 +36,6 @@ from ..hub.model_card import (
     shown_figure,
     trunk_in_words,
 )
-from ..hub.pretrained_drafter import stored_options
 
 load_families()
 

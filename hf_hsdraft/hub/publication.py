@@ -29,7 +29,7 @@ from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
 from ..core.checks import FORMAT_VERSION, is_code_file, printable, public_name
-from .checkpoint import target_of
+from .checkpoint import LOOSE_MASK, target_of
 from .code_files import PLACE, former_code, stands_alone, write_code
 from .code_files import RECIPE as GENERATE
 from .drafter_files import (
@@ -58,11 +58,11 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 @contextmanager
-def complete_folder(folder: Path) -> Iterator[Path]:
+def complete_folder(folder: Path, subfolders: Collection[str] = ()) -> Iterator[Path]:
     """Yields a folder to write into; its files replace those in `folder` when all are written, the configuration last.
 
     A process that has old files open or mapped keeps them. Files of a former drafter, code included, that the new one
-    lacks are deleted; all other files stay.
+    lacks are deleted, and all that was in `subfolders` before; all other files stay.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; a drafter is saved into a folder")
@@ -87,9 +87,15 @@ def complete_folder(folder: Path) -> Iterator[Path]:
                 path.unlink(missing_ok=True)
                 if path.parent != folder and not any(path.parent.iterdir()):
                     path.parent.rmdir()
-        for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # a leftover would be read instead
-            if Path(one) in written:
+        for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS), (WEIGHTS, LOOSE_MASK)):  # a leftover would be read
+            if Path(one) in written and Path(other) not in written:
                 (folder / other).unlink(missing_ok=True)
+        for place in (folder / name for name in subfolders):
+            for path in [*sorted(place.rglob("*"), reverse=True), place]:  # contents before their folder
+                if path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
+                elif path.is_file() and path.relative_to(folder) not in written:
+                    path.unlink()
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if new and not any(folder.iterdir()):  # nothing was written
@@ -285,14 +291,9 @@ def _check_target(repo_id: str, former: Mapping[str, Any], new: Mapping[str, Any
         )
 
 
-def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:
-    """Pushes what a drafter's `save_pretrained` writes as it is, in one commit.
-
-    Options and errors are as in `push`, but other files of the repository are ignored.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        drafter.save_pretrained(folder)
-        return Repository.open(repo_id, options).send(Path(folder), **options)
+def push_as_it_is(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
+    """Pushes a folder as it is; options and errors are as in `push`, but other files of the repository are ignored."""
+    return Repository.open(repo_id, options).send(folder, **options)
 
 
 def stage_adapter(folder: Path, staged: Path) -> Path:

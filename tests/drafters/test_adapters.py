@@ -18,8 +18,8 @@ from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.adapters import adapted, adapter_names
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import WrappedDrafter
+from hf_hsdraft.drafters.base.saved_drafter import write_options
 from hf_hsdraft.engine.loop import Observer
-from hf_hsdraft.hub.pretrained_drafter import write_options
 
 NAMES, RANK, ALPHA = ("code", "chat"), 4, 8
 

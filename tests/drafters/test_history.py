@@ -28,6 +28,7 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
+from hf_hsdraft.drafters.base.saved_drafter import stored_options
 from hf_hsdraft.drafters.lookup import history as histories
 from hf_hsdraft.drafters.lookup.history import SUFFIX, History, HistoryFile, history_of, read_all
 from hf_hsdraft.drafters.lookup.past_texts import (
@@ -40,7 +41,6 @@ from hf_hsdraft.drafters.lookup.past_texts import (
     TokenIndex,
     Trust,
 )
-from hf_hsdraft.hub.pretrained_drafter import stored_options
 
 KEY = bytes(range(32))
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}

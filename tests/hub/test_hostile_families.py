@@ -170,7 +170,7 @@ def test_options_that_break_a_promise_or_run_something_need_consent(tmp_path, mo
     name = "drafting_config.json" if kind == "language model" else "generation_config.json"
     (tmp_path / name).write_text(json.dumps({**OPTIONS, "tree_size": 5}))
     warned = []
-    monkeypatch.setattr("hf_hsdraft.hub.pretrained_drafter.logger.warning", warned.append)
+    monkeypatch.setattr("hf_hsdraft.drafters.base.saved_drafter.logger.warning", warned.append)
     drafter = AutoDrafter.from_pretrained(tmp_path)
     [told] = warned
     assert all(f"{option}={value}" in told for option, value in OPTIONS.items()) and told.isprintable()

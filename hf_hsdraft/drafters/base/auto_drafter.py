@@ -23,11 +23,10 @@ from transformers.utils import logging
 from ...core.checks import printable
 from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets, target_of
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, DamagedFile, find_folder, loading, read_json
-from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
 from ...runtime.target_loading import default_drafter
 from .draft_options import option_names
 from .registry import FAMILIES, Evidence, Family, Fit, Format, TargetInfo, fit_of, load_families, recognise
-from .saved_drafter import Placement, WeightlessDrafter, give_options, refuse_unknown
+from .saved_drafter import Placement, PretrainedDrafter, WeightlessDrafter, fields_of, give_options, refuse_unknown
 
 logger = logging.get_logger(__name__)
 

@@ -17,8 +17,8 @@ from transformers import GenerationConfig
 from ...core.checks import are_ascending, demand, integer, printable, public_name, setting
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
-from ...hub.checkpoint import LOOSE_MASK, Checkpoint
-from ...hub.drafter_files import CONFIG, WEIGHTS, Shape, loading, taken_for_hub
+from ...hub.checkpoint import Checkpoint
+from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes, rotary_of
@@ -320,33 +320,23 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         raise NotImplementedError
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Loads a drafter of this family from a folder or the Hub; checks it before allocating anything large.
-
-        Arguments and errors as in `AutoDrafter.from_pretrained`, which loads it too.
-        """
-        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
-        with loading(name, bool(hub.get("local_files_only"))):
-            checkpoint = Checkpoint.open(name, subfolder, **hub)
-            form = recognise(checkpoint)
-            other = f"{printable(name)} is of the format {form.name}, not a {cls.__name__}: load it by AutoDrafter"
-            if form.drafter is not None and not issubclass(form.drafter, cls):
-                raise ValueError(other)
-            drafter = form.load(checkpoint, **kwargs)
-            if not isinstance(drafter, cls):  # the format does not name its class
-                raise ValueError(other)
-            return drafter
+    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
+        """Loads a drafter of this family in any format; checks it before allocating anything large."""
+        form, name = recognise(checkpoint), printable(checkpoint.name)
+        other = f"{name} is of the format {form.name}, not a {cls.__name__}: load it by AutoDrafter"
+        if form.drafter is not None and not issubclass(form.drafter, cls):
+            raise ValueError(other)
+        drafter = form.load(checkpoint, **kwargs)
+        if not isinstance(drafter, cls):  # the format does not name its class
+            raise ValueError(other)
+        return drafter
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], target_name: str = "", **kwargs: Any) -> None:
         """As in `SavedDrafter`, in the speculators format. `target_name` is by default the configuration's.
 
         Raises a ValueError for an invalid option, or if the format cannot express what the drafter computes.
         """
-        self.check_options()
-        files = self.in_files(target_name)
-        super().save_pretrained(save_directory, files=files)
-        if LOOSE_MASK not in files.loose:
-            (Path(save_directory) / LOOSE_MASK).unlink(missing_ok=True)  # left by a previous drafter
+        super().save_pretrained(save_directory, files=self.in_files(target_name))
 
     def write(self, folder: Path, files: SpeculatorsFiles) -> None:  # type: ignore[override]
         weights = {name: tensor.detach().contiguous().cpu() for name, tensor in files.tensors.items()}

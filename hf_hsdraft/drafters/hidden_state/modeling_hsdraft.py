@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from ...core.tensors import device_of, is_unhooked, joined
-from ...hub.pretrained_drafter import PretrainedDrafter
-from ..base.draft_options import REFINER_OPTIONS, DraftOptions, check_refiners, default_options
+from ..base.draft_options import REFINER_OPTIONS, DraftOptions
 from ..base.packed_texts import PackedTexts
-from ..base.protocol import Call, Drafter, Read, check_sizes, weights_of
+from ..base.protocol import Call, Read, weights_of
 from ..base.registry import register_drafter
+from ..base.saved_drafter import StateDrafter
 from ..base.target_weights import DrafterOutput
 from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig
@@ -25,11 +24,10 @@ from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import Layer, read, roll
 
 
-class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
+class HSDrafter(HSDraftNetwork, StateDrafter):
     """A hidden-state drafter ("Make Every Draft Count", system Lyanna).
 
-    Holds weights, configuration and, in `generation_config`, the drafting options, but no state of a call, so several
-    threads may share it. Options, with transformers' names where they exist:
+    Its drafting options, with transformers' names where they exist:
 
     - `num_assistant_tokens`: depth of the draft, at most `num_draft_steps`;
     - `tree_size`, `beam_width`: total nodes, and nodes expanded per depth; a width of 1 drafts a chain;
@@ -52,17 +50,12 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     """
 
     travels_as = ChainDrafter
-    takes_tree_builders = True
     why_not_refined = ""
     own_options = (*REUSE_OPTIONS, *REFINER_OPTIONS)
     why_not_exported = (
         "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
         "that does so"
     )
-
-    def __init__(self, config: HSDraftConfig) -> None:
-        super().__init__(config)
-        self.generation_config = self.default_generation_config()
 
     def forward(
         self,
@@ -96,28 +89,13 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         loss = None if labels is None else self.loss_function(self, states, labels)
         return DrafterOutput(loss=loss, hidden_states=tuple(states))
 
-    @property
-    def taps(self) -> Sequence[int]:  # type: ignore[override]
-        return tuple(self.config.target_tap_layers)
-
-    @property
-    def num_draft_steps(self) -> int:  # type: ignore[override]
-        return self.config.num_draft_steps
-
-    def default_generation_config(self) -> GenerationConfig:
-        config = self.config
-        return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
-
     def check_together(self, options: DraftOptions) -> None:
-        check_refiners(self, options)
+        super().check_together(options)
         reuse, _ = reuse_of(options.own)
         if options.tree_builder != "beam" and reuse != "none":
             raise ValueError(
                 f"reuse={reuse!r} is invalid with tree_builder={options.tree_builder!r}: only beams can be merged"
             )
-
-    def check(self, target: Any) -> None:
-        check_sizes(self.config, target)
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         if all_processes or has_other_tokens(self, tokenizer):

@@ -16,16 +16,13 @@ from ...core.draft_tree import DraftTree, Expansion
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of, on_device
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import loading, taken_for_hub
-from ...hub.pretrained_drafter import write_options
-from ...hub.publication import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import AttentionKind
 from ..base.draft_options import DraftOptions, default_options, option_names
 from ..base.plain_config import PlainConfig
-from ..base.protocol import Accepted, Ask, Call, Drafter, Read, weights_of
+from ..base.protocol import Accepted, Ask, Call, Read, weights_of
 from ..base.registry import Format, register_format
-from ..base.saved_drafter import refuse_unknown, take_options
+from ..base.saved_drafter import SavedDrafter, refuse_unknown, take_options, write_options
 from ..base.travelling_config import ANY
 from ..base.tree_session import CacheMemory, LevelExpansion, ParallelExpansion, TreeSession
 from .lm_files import (
@@ -219,9 +216,10 @@ class CausalLMDrafterConfig(PlainConfig):
     is_encoder_decoder: bool = False
 
 
-class ModelDrafter(nn.Module, Drafter):
+class ModelDrafter(nn.Module, SavedDrafter):
     """A drafter that is a model of transformers in files that transformers reads too."""
 
+    has_card = False
     num_draft_steps = 32
     takes_tree_builders = True
 
@@ -244,28 +242,10 @@ class ModelDrafter(nn.Module, Drafter):
         return f"no causal language model: {reason}" if reason else ""
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Loads a model as a drafter, without running code of its repository.
-
-        Args:
-            pretrained_model_name_or_path: folder or Hub name.
-            kwargs: drafting options; Hub arguments such as `revision` and `subfolder`; arguments of
-                `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
-
-        Raises:
-            OSError: no such folder or repository, or it has no model.
-            ValueError: not a causal language model of transformers, or an option is invalid.
-        """
-        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
-        with loading(name, bool(hub.get("local_files_only"))):
-            checkpoint = Checkpoint.open(name, subfolder, **hub)
-            if reason := cls.why_not(checkpoint):
-                raise ValueError(f"{printable(name)} holds {reason}")
-            return cls.of_checkpoint(checkpoint, **kwargs)
-
-    @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
-        """Loads a checkpoint that is known to be a language model; see `from_pretrained`."""
+        """As there; takes arguments of `AutoModelForCausalLM.from_pretrained` too."""
+        if reason := cls.why_not(checkpoint):
+            raise ValueError(f"{printable(checkpoint.name)} holds {reason}")
         known = option_names() | {option.name for option in cls.own_options}
         refuse_unknown(cls.__name__, kwargs, known, others=True)  # others go to transformers
         own = {name: kwargs.pop(name) for name in known & kwargs.keys()}
@@ -285,10 +265,6 @@ class ModelDrafter(nn.Module, Drafter):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
         write_options(self.generation_config, save_directory, DRAFTING_OPTIONS)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Uploads what `save_pretrained` writes to the Hub in one commit; arguments and errors as `push_saved`."""
-        return push_saved(self, repo_id, **kwargs)
 
     @property
     def device(self) -> torch.device:

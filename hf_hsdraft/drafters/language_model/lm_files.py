@@ -19,9 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...core.checks import few, is_integer, printable, short
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
-from ...hub.pretrained_drafter import stored_options
 from ...runtime.target_loading import marks_of_drafter
 from ..base.registry import AT_ONCE, IN_TURN, Evidence, Fit, TargetInfo
+from ..base.saved_drafter import stored_options
 from .lm_texts import what_differs
 
 # Numbers of parts, which transformers makes or lists each; the largest models have some hundreds.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -23,12 +22,11 @@ from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import Call, Drafter, Session
 from ...drafters.base.registry import register_drafter
-from ...drafters.base.saved_drafter import Placement, take_options
+from ...drafters.base.saved_drafter import Placement, SavedDrafter, take_options
 from ...drafters.base.travelling_config import ANY
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...hub.drafter_files import CONFIG, OPTIONS, check_is_drafter, find_folder, read_json, taken_for_hub
-from ...hub.pretrained_drafter import write_options
-from ...hub.publication import complete_folder, push_saved
+from ...hub.checkpoint import Checkpoint
+from ...hub.drafter_files import CONFIG, check_is_drafter, read_json
 from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from .cascade_session import CascadeSession, Step
@@ -50,7 +48,7 @@ class CascadeConfig(PlainConfig):
     is_encoder_decoder: bool = False
 
 
-class CascadeDrafter(nn.Module, Drafter):
+class CascadeDrafter(nn.Module, SavedDrafter):
     """A hierarchy of drafters ("Hierarchical speculative decoding", 2510.19705).
 
         cascade = CascadeDrafter([CachebackDrafter(), CausalLMDrafter(small_model)], tokens=[4, 8])
@@ -68,8 +66,13 @@ class CascadeDrafter(nn.Module, Drafter):
             holds before it passes them up. A level can exceed this by what its last draft adds.
 
     Raises a ValueError if the levels do not fit together, or a number of tokens is out of range.
+
+    Each level is saved in a subfolder. config.json may be hand-written:
+    `{"model_type": "cascade", "levels": [...], "tokens": [...]}`. A level is a folder, a Hub name, or a folder beside
+    that file if it begins with `./`.
     """
 
+    has_card = False
     num_draft_steps = 2 * _MOST
     takes_tree_builders = True
     why_not_exported = "no other program is known to run drafters of several levels"
@@ -83,21 +86,16 @@ class CascadeDrafter(nn.Module, Drafter):
         self.generation_config = self.default_generation_config()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CascadeDrafter:
-        """Loads what `save_pretrained` wrote, or a hand-written config.json, from a folder or the Hub.
+    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CascadeDrafter:
+        """As there; `dtype`, `device_map` and `attn_implementation` are for the levels.
 
-        Such a file holds `{"model_type": "cascade", "levels": [...], "tokens": [...]}`. A level is a folder, a Hub
-        name, or a folder beside the file if it begins with `./`. `kwargs` are drafting options by name; `revision`,
-        `subfolder` and other Hub arguments; `dtype`, `device_map` and `attn_implementation` for the levels. Raises an
-        OSError if something is missing, a ValueError if it is no cascade or its levels do not fit together.
+        Raises a ValueError if it is no cascade or its levels do not fit together.
         """
-        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
+        folder, document = checkpoint.folder, checkpoint.config
         attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
         given = {"dtype": placement.dtype, "device_map": placement.device, "attn_implementation": attention}
         loading = {name: value for name, value in given.items() if value is not None}
-        folder = find_folder(name, (CONFIG, OPTIONS), subfolder, **hub)
         check_is_drafter(folder, CascadeConfig.model_type)
-        document = read_json(folder / CONFIG)
         names, tokens = document.get("levels"), document.get("tokens")
         if not isinstance(names, list) or not all(isinstance(each, str) and 0 < len(each) < 1024 for each in names):
             raise ValueError(
@@ -106,44 +104,30 @@ class CascadeDrafter(nn.Module, Drafter):
         if not isinstance(tokens, list):
             raise ValueError(f"{folder / CONFIG} is damaged: expected numbers as tokens, found {printable(tokens)}")
         _check_tokens(tokens, len(names))  # before weights are loaded
-        _check_names(names, folder, "" if subfolder else str(name))
-        levels = []
+        _check_names(names, folder, "" if checkpoint.subfolder else checkpoint.name)
+        levels, place = [], checkpoint.name if checkpoint.hub else folder
         for each in names:
             if each.startswith(_HERE):
-                within = "/".join(filter(None, (subfolder, *PurePosixPath(each).parts)))
-                levels.append(AutoDrafter.from_pretrained(name, subfolder=within, **hub, **loading))
+                within = "/".join(filter(None, (checkpoint.subfolder, *PurePosixPath(each).parts)))
+                levels.append(AutoDrafter.from_pretrained(place, subfolder=within, **checkpoint.hub, **loading))
             else:
-                of_others = {key: value for key, value in hub.items() if key != "revision"}
+                of_others = {key: value for key, value in checkpoint.hub.items() if key != "revision"}
                 levels.append(AutoDrafter.from_pretrained(each, **of_others, **loading))
         drafter = cls(levels, tokens)
         take_options(drafter, folder, kwargs)
         return drafter.eval()
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Writes each level into a subfolder, and the configuration that joins them.
+    def subfolders(self, folder: Path) -> set[str]:
+        return {*(f"level_{index}" for index in range(len(self.levels))), *_former_places(folder)}
 
-        The files replace those of an earlier cascade once all are written. Level files no longer needed are deleted.
-        `kwargs` go to the levels' `save_pretrained`. Raises a ValueError if a drafting option is invalid.
-        """
-        self.check_options()
-        folder = Path(save_directory)
+    def write(self, folder: Path, **kwargs: Any) -> None:
+        """Writes each level into a subfolder, and the configuration that joins them; `kwargs` are for the levels."""
         places = [f"level_{index}" for index in range(len(self.levels))]
-        former = {*places, *_former_places(folder)}
-        names = [_HERE + place for place in places]
-        document = {"model_type": CascadeConfig.model_type, "format_version": FORMAT_VERSION, "levels": names}
-        with complete_folder(folder) as partial:
-            for level, place in zip(self.levels, places, strict=True):
-                level.save_pretrained(partial / place, **kwargs)
-            write_options(self.generation_config, partial)
-            text = json.dumps({**document, "tokens": list(self.tokens)}, indent=2) + "\n"
-            (partial / CONFIG).write_text(text, encoding="utf-8")
-            written = {path.relative_to(partial) for path in partial.rglob("*") if path.is_file()}
-        for place in former:
-            _remove_others(folder, place, written)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Pushes what `save_pretrained` writes to the Hub in one commit; see `push_saved` for arguments and errors."""
-        return push_saved(self, repo_id, **kwargs)
+        for level, place in zip(self.levels, places, strict=True):
+            level.save_pretrained(folder / place, **kwargs)
+        document = {"model_type": CascadeConfig.model_type, "format_version": FORMAT_VERSION}
+        document |= {"levels": [_HERE + place for place in places], "tokens": list(self.tokens)}
+        (folder / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     @property
     def levels(self) -> tuple[Any, ...]:
@@ -277,15 +261,6 @@ def _former_places(folder: Path) -> list[str]:
         return []
     found = [_PLACE.fullmatch(name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
     return [match[1] for match in found if match]
-
-
-def _remove_others(folder: Path, place: str, written: Collection[Path]) -> None:
-    """Deletes the files of a level's folder that are not in `written` (relative to `folder`), then empty folders."""
-    for path in [*sorted((folder / place).rglob("*"), reverse=True), folder / place]:  # contents before their folder
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-        elif path.is_file() and path.relative_to(folder) not in written:
-            path.unlink()
 
 
 def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:

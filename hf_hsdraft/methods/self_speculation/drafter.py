@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ...core.checks import MOST_NODES, check_fields, demand, integer, setting
@@ -17,13 +16,13 @@ from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm, device_of
 from ...drafters.base.decoder_layer import FeedForward
-from ...drafters.base.draft_options import DraftOptions, default_options
-from ...drafters.base.protocol import Ask, Call, Drafter, Read, check_sizes, weights_of
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import Ask, Call, Read, weights_of
 from ...drafters.base.registry import register_drafter
+from ...drafters.base.saved_drafter import StateDrafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import TravellingConfig
 from ...drafters.base.tree_session import LevelExpansion, TreeSession
-from ...hub.pretrained_drafter import PretrainedDrafter
 from ...runtime.target_parts import decoder_list, why_not_replaced
 from .first_layers import FirstLayers
 
@@ -100,12 +99,11 @@ class ImitationBlock(FeedForward):
         return x + super().forward(self.norm(x))
 
 
-class SelfDrafter(StateNetwork, PretrainedDrafter, Drafter):
+class SelfDrafter(StateNetwork, StateDrafter):
     """Drafting by the target's first layers, an imitation network and the target's head (FastVLM; LayerSkip).
 
     The layers read each drafted token in the target's cache, so everything in the prompt, images included, is known.
-    Verification computes only the other layers. The drafter holds the imitation network, its configuration and, in
-    `generation_config`, the drafting options, but no state of a call, so one drafter may serve several threads.
+    Verification computes only the other layers.
 
     Let h_i be the target's hidden state after its first n layers at position i. The network imitates the last hidden
     state from it, position by position: a linear map with a residual, and gated blocks. A norm and the target's output
@@ -117,9 +115,8 @@ class SelfDrafter(StateNetwork, PretrainedDrafter, Drafter):
     config_class = SelfDraftConfig
     config: SelfDraftConfig
     main_input_name = "taps"
-    loss_function: Any = None
     _no_split_modules = ["ImitationBlock"]  # noqa: RUF012
-    takes_tree_builders = True
+    taps = ()  # its first layers are in the target's forward
     own_options = (LAYER_REUSE,)
     why_not_exported = "most of it are layers of the target, and no format of another project does so"
 
@@ -132,7 +129,6 @@ class SelfDrafter(StateNetwork, PretrainedDrafter, Drafter):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.add_head()
         self.post_init()
-        self.generation_config = self.default_generation_config()
 
     def imitated(self, states: torch.Tensor) -> torch.Tensor:
         """Returns imitations `[..., D]` of the last hidden states, before the norm, from early ones `[..., D]`."""
@@ -166,16 +162,8 @@ class SelfDrafter(StateNetwork, PretrainedDrafter, Drafter):
         loss = None if labels is None else self.loss_function(self, drafts, labels)
         return DrafterOutput(loss=loss, hidden_states=drafts)
 
-    @property
-    def num_draft_steps(self) -> int:  # type: ignore[override]
-        return self.config.num_draft_steps
-
-    def default_generation_config(self) -> GenerationConfig:
-        config = self.config
-        return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
-
     def check(self, target: Any) -> None:
-        check_sizes(self.config, target)
+        super().check(target)
         if reason := _why_not_split(target):
             raise DraftingRefused(
                 f"its first layers cannot draft: {reason}. To decode it plainly, leave assistant_model out."

@@ -9,22 +9,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationConfig
 
 from ...core.checks import integer, setting
 from ...core.draft_tree import Expansion
 from ...core.tensors import RMSNorm, batched_attention, is_unhooked, on_device
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
-from ...drafters.base.draft_options import REFINER_OPTIONS, DraftOptions, check_refiners, default_options
+from ...drafters.base.draft_options import REFINER_OPTIONS, DraftOptions
 from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.plain_config import FLAG
-from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Read, check_sizes, weights_of
+from ...drafters.base.protocol import Accepted, Ask, Call, Read, weights_of
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots
 from ...drafters.base.registry import register_drafter
+from ...drafters.base.saved_drafter import StateDrafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import AttendingConfig, as_list
 from ...drafters.base.tree_session import TokenBias
-from ...hub.pretrained_drafter import PretrainedDrafter
 from .collapsed_frames import CollapsedFrames
 
 
@@ -67,7 +66,7 @@ def _of_slots(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _
     return batched_attention(queries, keys.transpose(1, 2), values.transpose(1, 2), seen)
 
 
-class SpecFormerDrafter(StateNetwork, PretrainedDrafter, Drafter):
+class SpecFormerDrafter(StateNetwork, StateDrafter):
     """A drafter that computes all slots at once, after attention over the accepted positions ("SpecFormer").
 
     Let h_i be the target's hidden states at position i, after which it chose x_{i+1}. The states of a position are
@@ -92,9 +91,7 @@ class SpecFormerDrafter(StateNetwork, PretrainedDrafter, Drafter):
     config_class = SpecFormerConfig
     config: SpecFormerConfig
     main_input_name = "taps"
-    loss_function: Any = None
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
-    takes_tree_builders = True
     own_options = REFINER_OPTIONS
     why_not_exported = "its slots are made of one position by one product, and no format of another project does so"
 
@@ -114,7 +111,6 @@ class SpecFormerDrafter(StateNetwork, PretrainedDrafter, Drafter):
         theta = {"rope_theta": config.rope_theta, "rope_type": "default"}
         self.rotary = rotary_of({"rope_parameters": theta}, config.sizes)
         self.post_init()
-        self.generation_config = self.default_generation_config()
 
     def forward(
         self,
@@ -169,26 +165,8 @@ class SpecFormerDrafter(StateNetwork, PretrainedDrafter, Drafter):
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
     @property
-    def taps(self) -> Sequence[int]:  # type: ignore[override]
-        return tuple(self.config.target_tap_layers)
-
-    @property
-    def num_draft_steps(self) -> int:  # type: ignore[override]
-        return self.config.num_draft_steps
-
-    @property
     def why_not_refined(self) -> str:
         return "its slots are frames, and the children of a node are not those of one slot" if self.config.ctc else ""
-
-    def default_generation_config(self) -> GenerationConfig:
-        config = self.config
-        return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
-
-    def check_together(self, options: DraftOptions) -> None:
-        check_refiners(self, options)
-
-    def check(self, target: Any) -> None:
-        check_sizes(self.config, target)
 
     def session(self, call: Call) -> SpecFormerSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())

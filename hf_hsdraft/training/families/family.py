@@ -12,8 +12,8 @@ from torch import nn
 
 from ...core.checks import public_name
 from ...core.methods import Registry
+from ...drafters.base.saved_drafter import fields_of
 from ...drafters.base.target_weights import TargetWeights
-from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
 
 Choose = Callable[[], list[int]]
