@@ -19,8 +19,8 @@ from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import DraftedNodes, ParallelSession, RowContext, ends_of, reading_attention
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import ParallelExpansion, TokenBias
-from .draft_operators import SearchedBias
 from .network import HSDraftNetwork, Leftover, WorkingWeights
+from .quick_weights import SearchedBias
 from .target_match import warn_of_poor_guesses
 from .trunk import Context, GrowingText, Rope, read, roll
 
