@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from .methods import Registry
 from .tensors import on_device
@@ -164,6 +165,28 @@ class TreeBatch:
             alone = ([column == node for column in range(size)] for node in range(len(tree), size))
             ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
         return cls(on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool))
+
+    @classmethod
+    def nothing(cls, tokens: torch.Tensor) -> TreeBatch:
+        """Returns the batch without nodes, for as many rows as `tokens` `[B, n]`, on their device."""
+        none = tokens[:, :0]
+        return cls(none, none, none[..., None][..., :0].bool())
+
+    def below(self, parents: torch.Tensor | None, tokens: torch.Tensor, depths: torch.Tensor) -> TreeBatch:
+        """Returns the batch with further nodes `[B, n]` below the columns `parents`, likewise; None for the first."""
+        (rows, count), size = tokens.shape, self.tokens.shape[1]
+        if parents is None:
+            above = self.ancestors.new_zeros(rows, count, size)
+        else:
+            above = self.ancestors.gather(1, parents[..., None].expand(-1, -1, size))
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+        ancestors = torch.cat([pad(self.ancestors, (0, count)), torch.cat([above, own], dim=2)], dim=1)
+        return TreeBatch(torch.cat([self.tokens, tokens], 1), torch.cat([self.depths, depths], 1), ancestors)
+
+    def last(self, count: int) -> torch.Tensor:
+        """Returns the columns `[B, count]` of the last nodes."""
+        rows, size = self.tokens.shape
+        return torch.arange(size - count, size, device=self.tokens.device).expand(rows, -1)
 
 
 def certainty(trees: Sequence[DraftTree]) -> float:

@@ -140,7 +140,7 @@ class _Part:
     """The part of the vocabulary that a beam considers."""
 
     columns: torch.Tensor | None  # `[B, C]`, int64; None for all
-    logits: Sequence[torch.Tensor]  # `[B, 1, C]` of each depth
+    logits: Sequence[torch.Tensor]  # `[B, 1, C]` of each depth, of all columns if the bias needs them
     race: Race | None
     last: Any  # the bias's last product for these columns
 
@@ -154,7 +154,7 @@ class ParallelExpansion(Expansion):
     temperature: float = 1.0  # of the returned distributions
     race: Race | None = None  # with foreseen target draws; probabilities are then those of winning the race
     confidence: Confidence | None = None  # used in the search for the best trees
-    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
+    _made: dict[bool, _Part] = field(default_factory=dict, init=False, repr=False, compare=False)  # parts, made once
 
     @property
     def depth(self) -> int:  # type: ignore[override]
@@ -167,19 +167,18 @@ class ParallelExpansion(Expansion):
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits, states = self._known(self._whole, level, tokens, states)
+        logits, states = self._known(self._part(likely=False), level, tokens, states)
         return log_probs_of(level, logits, self.temperature, self.race), states
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As in `Expansion`; with a large vocabulary, among the columns of `_part` only."""
-        columns, race = self._part.columns, self._part.race
-        logits, states = self._known(self._part, level, tokens, states)
-        if race is not None and columns is None and race.vocab_ids.dim() > 1:  # each row has its part
-            columns = self._columns
+        """As in `Expansion`; with a large vocabulary, among the likely columns only."""
+        part = self._part(likely=True)
+        columns, (logits, states) = part.columns, self._known(part, level, tokens, states)
+        if columns is not None and logits.shape[-1] > columns.shape[-1]:
             logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
-        log_probs = log_probs_of(level, logits, self.temperature, race)
+        log_probs = log_probs_of(level, logits, self.temperature, part.race)
         if self.confidence is not None:
             scores = scores + self.confidence(level, states)
         values, found, parents = best_children(log_probs, scores, count)
@@ -201,24 +200,10 @@ class ParallelExpansion(Expansion):
         return self.bias.told(level, logits, states, part.last), states
 
     # Not `cached_property`: its lock cannot be compiled before Python 3.12.
-    def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
-
-    @property
-    def _whole(self) -> _Part:
-        return self._once("whole", self._all_columns)
-
-    @property
-    def _part(self) -> _Part:
-        return self._once("part", self._likely_columns)
-
-    @property
-    def _columns(self) -> torch.Tensor:
-        """`[B, C]`, the likely columns of each row."""
-        most = min(TUNING.likely_columns, self.logits.shape[-1])
-        return self._once("columns", lambda: self.logits.amax(dim=1).topk(most, sorted=False).indices)
+    def _part(self, likely: bool) -> _Part:
+        if likely not in self._made:
+            self._made[likely] = self._likely_columns() if likely else self._all_columns()
+        return self._made[likely]
 
     def _all_columns(self) -> _Part:
         last = None if self.bias is None else self.bias.among(None)
@@ -231,13 +216,15 @@ class ParallelExpansion(Expansion):
         all columns, all are kept, but the race runs among the likely ones.
         """
         if self.logits.shape[-1] < 2 * TUNING.likely_columns:
-            return self._whole
-        race = None if self.race is None else self.race.among(self._columns)
-        last = None if self.bias is None else self.bias.among(self._columns)
+            return self._part(likely=False)
+        columns = self.logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
+        race = None if self.race is None else self.race.among(columns)
+        last = None if self.bias is None else self.bias.among(columns)
         if self.bias is not None and last is None:
-            return replace(self._whole, race=race)
-        logits = self.logits.gather(-1, self._columns[:, None].expand(-1, self.depth, -1))
-        return _Part(self._columns, logits.split(1, dim=1), race, last)
+            whole = self._part(likely=False)
+            return whole if race is None else replace(whole, columns=columns, race=race)
+        logits = self.logits.gather(-1, columns[:, None].expand(-1, self.depth, -1))
+        return _Part(columns, logits.split(1, dim=1), race, last)
 
 
 # Takes arguments of an `Expansion`; returns the children's logits `[B, n, V']` and the nodes' states `[B, n, S]`.

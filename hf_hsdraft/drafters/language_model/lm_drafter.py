@@ -40,7 +40,7 @@ from .lm_texts import LMTexts, ability_of, groups_of_rows, kind_of, shared_token
 
 @dataclass(frozen=True)
 class LMLevels:
-    """The `Levels` of a language model. A node's state is its path `[level - 1]`."""
+    """The `Levels` of a language model. A node's state is its column in the draft; roots have none."""
 
     texts: LMTexts  # have read the accepted tokens, including the roots
     first: torch.Tensor  # `[B, 1, V]`, logits after the roots
@@ -51,10 +51,10 @@ class LMLevels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if states is None:
             self.texts.forget()  # evaluated again
-            logits, paths = self.first, tokens[..., None][..., :0]
+            logits, columns = self.first, tokens
         else:
-            logits, paths = self.texts.read_nodes(tokens, states)
-        return logits[..., : self.vocab_size], paths
+            logits, columns = self.texts.read_nodes(level - 1, tokens, states[..., 0] if level > 2 else None)
+        return logits[..., : self.vocab_size], columns[..., None]
 
 
 @dataclass(frozen=True)

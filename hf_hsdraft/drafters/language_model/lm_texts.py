@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import DynamicCache
 
 from ...core.cache_name import CACHE, takes_cache
@@ -53,7 +52,7 @@ class LMTexts:
             self._slots.make_room()
         self._last_position = furthest_position(model) - 1
         self._takes = inspect.signature(model.forward).parameters.keys() & {"logits_to_keep", "position_ids"}
-        self._drafted: DraftedLevels | None = None
+        self._drafted: TreeBatch | None = None  # in the order of reading; nodes of depth 1 have depth 0
 
     @property
     def _model(self) -> Any:
@@ -127,25 +126,25 @@ class LMTexts:
         self._slots.widen_windows(by)
 
     @torch.no_grad()
-    def read_nodes(self, tokens: torch.Tensor, paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_nodes(
+        self, depth: int, tokens: torch.Tensor, parents: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads drafted tokens after their ancestors; `forget` drops them.
 
-        tokens `[B, n]`, int64, are nodes of one depth, 1 for children of the root; paths `[B, n, depth - 1]`, int64,
-        their ancestors below the root, as columns of the draft. Returns logits `[B, n, V]` after each node, and paths
-        `[B, n, depth]` that include the nodes.
+        tokens `[B, n]`, int64, are nodes of one depth, 1 for children of the root; parents, likewise, their columns in
+        the draft, None for the root. Returns logits `[B, n, V]` after each node, and the nodes' columns `[B, n]`.
         """
-        drafted = self._drafted = (self._drafted or DraftedLevels.nothing(tokens)).with_level(tokens, paths)
+        (rows, count), before = tokens.shape, self._drafted or TreeBatch.nothing(tokens)
+        drafted = self._drafted = before.below(parents, tokens, torch.full_like(tokens, depth - 1))
         kept = on_device(self.kept, tokens.device)
-        depth, count = paths.shape[2] + 1, tokens.shape[1]
         positions = (kept[:, None] + depth - 1).clamp(max=self._last_position).expand(-1, count)
-        alone = len(tokens) == 1 and drafted.is_chain
-        masks = None if alone else self._masks(drafted.batch, count)
-        logits = self._forward(tokens, positions, masks, count, ()).logits
-        return logits, torch.cat([paths, drafted.own_columns(count)], dim=-1)
+        alone = rows == 1 and drafted.tokens.shape[1] == depth  # a chain
+        masks = None if alone else self._masks(drafted, count)
+        return self._forward(tokens, positions, masks, count, ()).logits, drafted.last(count)
 
     def forget(self) -> None:
         if self._drafted is not None:
-            self._slots.drop(self._drafted.count)
+            self._slots.drop(self._drafted.tokens.shape[1])
             self._drafted = None
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -248,39 +247,6 @@ def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next(place for place in range(least) if one[place] != other[place])
 
 
-@dataclass(frozen=True)
-class DraftedLevels:
-    """Nodes in the order of reading, depth by depth."""
-
-    batch: TreeBatch  # the first level has depth 0
-    is_chain: bool = True  # whether no level has more than one node
-
-    @classmethod
-    def nothing(cls, tokens: torch.Tensor) -> DraftedLevels:
-        """Returns levels without nodes, for the rows of tokens `[B, n]`, on their device."""
-        none = tokens[:, :0]
-        return cls(TreeBatch(none, none, none.bool()[:, :, None][:, :, :0]))
-
-    @property
-    def count(self) -> int:
-        return self.batch.tokens.shape[1]
-
-    def with_level(self, tokens: torch.Tensor, paths: torch.Tensor) -> DraftedLevels:
-        """Adds nodes `[B, n]` after ancestors `[B, n, depth]`, given as columns."""
-        before, (rows, count) = self.batch, tokens.shape
-        depths = torch.full_like(tokens, paths.shape[2])
-        seen = torch.zeros(rows, count, self.count, dtype=torch.bool, device=tokens.device).scatter_(2, paths, True)
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
-        ancestors = torch.cat([F.pad(before.ancestors, (0, count)), torch.cat([seen, own], dim=2)], dim=1)
-        batch = TreeBatch(torch.cat([before.tokens, tokens], 1), torch.cat([before.depths, depths], 1), ancestors)
-        return DraftedLevels(batch, self.is_chain and count == 1)
-
-    def own_columns(self, count: int) -> torch.Tensor:
-        """Returns the columns `[B, count, 1]` of the last `count` nodes."""
-        rows, device = len(self.batch.tokens), self.batch.tokens.device
-        return torch.arange(self.count - count, self.count, device=device)[None, :, None].expand(rows, -1, -1)
-
-
 _TEXTS = ((5, 6, 7), (8, 9))  # different lengths
 _NODES = (10, 11)  # at each of two depths
 _NAMED = 3  # differences between tokenizers shown in a message
@@ -349,9 +315,9 @@ def _fault(model: Any, kinds: Sequence[AttentionKind]) -> str:
         read = LMTexts(model, range(len(texts)), kinds, len(nodes) ** 2 + len(nodes))
         read.read(texts)
         first = torch.tensor([nodes] * len(texts), device=device_of(model))
-        _, paths = read.read_nodes(first, first[..., None][..., :0])
+        _, columns = read.read_nodes(1, first, None)
         twice = first.repeat_interleave(len(nodes), dim=1)
-        logits, _ = read.read_nodes(first.repeat(1, len(nodes)), paths.repeat_interleave(len(nodes), dim=1))
+        logits, _ = read.read_nodes(2, first.repeat(1, len(nodes)), columns.repeat_interleave(len(nodes), dim=1))
         for row, text in enumerate(texts):
             both = zip(twice[row].tolist(), first.repeat(1, len(nodes))[row].tolist(), strict=True)
             ids = torch.tensor([[*text, *pair] for pair in both], device=device_of(model))

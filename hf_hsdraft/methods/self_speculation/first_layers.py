@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers.utils import logging
 
 from ...core.draft_tree import DraftTree, TreeBatch, from_nodes
@@ -156,31 +155,19 @@ class FirstLayers:
 
         Roots start over. Returns hidden states `[B, n, D]` after the first layers, and the nodes' columns `[B, n]`.
         """
-        rows, count = tokens.shape
+        count = tokens.shape[1]
         assert self._depths is not None
         if parents is None:
             self._forget()
             self._start = self._call.slots.mark()
-            depths, above = torch.zeros_like(tokens), tokens.new_zeros(rows, count, 0, dtype=torch.bool)
-            batch = TreeBatch(tokens[:, :0], tokens[:, :0], above[:, :0])
-        else:
-            assert self._batch is not None
-            batch = self._batch
-            depths = torch.full_like(tokens, len(self._states))
-            above = batch.ancestors.gather(1, parents[..., None].expand(-1, -1, batch.ancestors.shape[2]))
-        before = batch.tokens.shape[1]
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
-        batch = TreeBatch(
-            torch.cat([batch.tokens, tokens], 1),
-            torch.cat([batch.depths, depths.where(depths < self._depths[:, None], -1)], 1),
-            torch.cat([pad(batch.ancestors, (0, count)), torch.cat([above, own], dim=2)], dim=1),
-        )
+        before, depths = self._batch or TreeBatch.nothing(tokens), torch.full_like(tokens, len(self._states))
+        batch = before.below(parents, tokens, depths.where(depths < self._depths[:, None], -1))
         states = self._states_of(batch, count)
         self._widen(count)
         self._batch = batch
         self._states.append(states)
         self._parents.append(torch.full_like(tokens, -1) if parents is None else parents)
-        return states, torch.arange(before, before + count, device=tokens.device).expand(rows, -1)
+        return states, batch.last(count)
 
     def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
         """The target's outputs for one tree per row, as from `read_trees`; `None` if nothing was read ahead.
