@@ -64,10 +64,7 @@ _RELATIVE = re.compile(r"from\s+\.[.\w]*\s+import\b")
 
 
 def relative_imports(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields line number (from 0) and file of each relative import of a module.
-
-    Raises an ImportError for an import of a package or a folder: travelling code imports names from files.
-    """
+    """Yields line number (from 0) and file of each relative import; an ImportError if it names no file."""
     for line, dots, module in _imports(path.read_text(encoding="utf-8")):
         file = path.parents[dots - 1].joinpath(*module.split(".")).with_suffix(".py")
         if not module or not file.is_file():
@@ -87,10 +84,7 @@ def _imports(text: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def closure(entries: Sequence[Path]) -> list[Path]:
-    """Files and all that they import, directly or not, ordered by name.
-
-    Raises an ImportError, as `relative_imports`, and if two files have the same name and would collide in one folder.
-    """
+    """Files and all that they import, ordered by name; an ImportError if two of the same name would collide."""
     found: set[Path] = set()
     waiting = [path.resolve() for path in entries]
     while waiting:
@@ -157,10 +151,7 @@ def stands_alone(auto_map: Any) -> bool:
 
 
 def former_code(folder: Path) -> set[str]:
-    """Returns the names of the code files that the drafter in a folder was saved with, as in a list of the repository.
-
-    They come from its configuration, or in older folders from what the entries import.
-    """
+    """Returns the names of the code files saved with a drafter, by its configuration or what the entries import."""
     config = read_json(folder / CONFIG)
     listed, auto_map = config.get("code_files"), config.get("auto_map")
     if listed is not None:

@@ -260,10 +260,7 @@ def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder
 
 
 def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **hub: Any) -> Path:
-    """Returns a drafter's folder with all that loading needs; weights are fetched only if it is a drafter.
-
-    Raises the errors of `find_folder` and `check_is_drafter`.
-    """
+    """Returns a drafter's folder with all that loading needs; errors as `find_folder` and `check_is_drafter`."""
     folder = find_folder(name, DESCRIBED, subfolder, **hub)
     check_is_drafter(folder, model_type)
     if not os.path.isdir(name):

@@ -210,10 +210,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def write_card(folder: Path, name: str) -> None:
-    """Writes `README.md` into a drafter's or adapter's folder, unless there is a hand-written one.
-
-    `name` is the name by which the card's examples load the drafter.
-    """
+    """Writes `README.md` into a folder, unless there is a hand-written one; its examples load the drafter by `name`."""
     path = folder / CARD
     if path.is_file() and not is_generated(path):
         return
@@ -331,10 +328,7 @@ def _facts(folder: Path, config: Mapping[str, Any], shown_target: str) -> dict[s
 
 
 def trunk_in_words(config: Mapping[str, Any]) -> str:
-    """Returns how many layers of a hidden-state drafter read the text and roll out, and what alternates by step.
-
-    Fields of `config` from earlier versions may be missing.
-    """
+    """Returns how many layers read the text and roll out, and what alternates by step; old fields may be missing."""
     layers, modules = config.get("num_hidden_layers", 1), config.get("num_step_modules", 1)
     rolled = config.get("num_roll_layers") or layers
     text = f"{layers} layers for the text, {rolled} for the roll-out" if rolled != layers else f"layers: {layers}"

@@ -297,10 +297,7 @@ def push_as_it_is(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
 
 
 def stage_adapter(folder: Path, staged: Path) -> Path:
-    """Copies an adapter and its documents without local paths; returns `staged`.
-
-    Raises an OSError if weights are missing, and a DamagedFile if they cannot be read, or hold NaN or infinity.
-    """
+    """Copies an adapter without local paths; an OSError if weights are missing, a DamagedFile if they are damaged."""
     needed = ADAPTER_CONFIG, "adapter_model.safetensors"
     if (weights := folder / needed[1]).is_file():
         with opened(weights) as file:

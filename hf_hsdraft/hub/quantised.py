@@ -212,10 +212,7 @@ class Packed:
 
 
 def packed_weights(found: Mapping[str, tuple[Shape, str]], config: Mapping[str, Any]) -> dict[str, Packed]:
-    """Returns the quantised weights among tensors with shapes and dtypes, as headers name them, by the weight's name.
-
-    Sizes that the tensors do not show come from the `quantization_config` of a config.json.
-    """
+    """Returns quantised weights by name, from tensors' shapes and dtypes, and sizes in the `quantization_config`."""
     settings, made = Settings.of(config), {}
     for name, (shape, dtype) in found.items():
         if dtype in ("U8", *_EIGHT_BITS, *_INT32) and (scheme := _scheme_of(name, shape, dtype, found)) is not None:
@@ -245,10 +242,7 @@ def is_of_inputs(name: str) -> bool:
 
 
 def unread(tensors: Mapping[str, str], config: Mapping[str, Any]) -> str:
-    """Returns how weights are quantised that `packed_weights` does not know, or an empty string.
-
-    `tensors` are the dtypes of those that remain.
-    """
+    """Returns how the remaining tensors, by dtype, are quantised that `packed_weights` does not know, or ""."""
     packed = [name for name, dtype in tensors.items() if dtype not in DTYPES.values() and dtype not in _INTEGERS]
     packed += [name for name in tensors if name.endswith(("qweight", "weight_packed", "_scale_inv"))]
     if not packed:

@@ -61,10 +61,7 @@ def stochastic_beam_trees(
 
 
 def branching_for(depth: int, tree_size: int) -> tuple[int, ...]:
-    """Returns the number of children of each node, by depth, for a tree of at most `tree_size` nodes.
-
-    The numbers are as great and as even as possible, the root's first.
-    """
+    """Returns the children of each node by depth, as many and as even as `tree_size` allows, the root's first."""
     branching = [1] * min(depth, tree_size)
     for level in cycle(range(len(branching))):
         branching[level] += 1

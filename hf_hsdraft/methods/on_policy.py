@@ -79,10 +79,7 @@ def drafted_labels(
 def labelled_by_target(
     target: Any, pack: Pack, chains: Chains, labels: ChainLabels, chosen: torch.Tensor
 ) -> ChainLabels:
-    """Returns labels in which the chains `chosen`, `[C]`, have the target's distributions after their own parents.
-
-    The parent of the first depth is the text's own; the others may be tokens that are not in the text.
-    """
+    """Returns labels whose `chosen` chains `[C]` have the target's distributions after their own parents."""
     drawn = labels.tokens[chosen, 1:]
     teacher = _read_branches(target, pack, chains.starts[chosen], drawn)
     rows = labels.rows.clone()

@@ -37,10 +37,7 @@ def d_pace(probabilities: torch.Tensor, valid: torch.Tensor, floor: float = _FLO
 
 
 def reached(right: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Returns 1 where greedy decoding would reach a depth, else 0: all depths before it were right (SpecBlock).
-
-    `right` `[S, K]`, bool, says where the drafter's first choice is the target's.
-    """
+    """Returns 1 where greedy decoding would reach a depth (SpecBlock), by `right` `[S, K]`: all before were right."""
     passed = torch.where(valid, right, True).to(torch.float32).cumprod(dim=1)
     return torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], dim=1)
 

@@ -120,10 +120,7 @@ def _view(drafter: Any, root: nn.Module, choices: Mapping[str, _Choice]) -> Any:
 
 
 def _contents(drafter: Any, root: nn.Module) -> list[Any]:
-    """All modules of a drafter, their children and attributes, and its own but for the options; not the drafter.
-
-    The choice of adapters is left out.
-    """
+    """All modules of a drafter, their children and attributes, and its own but for options and choices of adapters."""
     found: list[Any] = []
     for part in (drafter, *(each for each in root.modules() if each is not root)):
         own = {name: value for name, value in vars(part).items() if name not in _CHOICE}

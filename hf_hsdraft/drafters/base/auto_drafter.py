@@ -130,10 +130,7 @@ def _fitting(checkpoint: Checkpoint, target: TargetInfo, revision: str) -> Itera
 
 
 def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str], revision: str = "") -> Found | None:
-    """Looks at a drafter's configuration and the headers of its files; None if it was made for another target.
-
-    Raises one of `_UNUSABLE` if it is no drafter.
-    """
+    """Looks at configuration and headers; None if made for another target. Raises one of `_UNUSABLE` if no drafter."""
     size, drafts, problem = checkpoint.bytes if checkpoint.is_described else None, "", ""
     if not _is_of_family(checkpoint):
         form = recognise(checkpoint)

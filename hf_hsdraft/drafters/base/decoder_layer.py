@@ -204,10 +204,7 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotates heads `[..., n, heads, head_dim]`, pairing the two halves of each head (rotate-half).
-
-    If `rope` is narrower than the heads, it rotates their first part only.
-    """
+    """Rotates the first `rope.shape[-1]` channels of heads `[..., n, heads, head_dim]`, by halves (rotate-half)."""
     cos, sin = (part[..., None, :] for part in rope)
     if cos.shape[-1] < x.shape[-1]:
         return torch.cat([rotate(x[..., : cos.shape[-1]], rope), x[..., cos.shape[-1] :]], dim=-1)

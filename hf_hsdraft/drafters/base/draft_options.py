@@ -289,10 +289,7 @@ def refiner_of(drafter: Any, options: DraftOptions, weights: TargetWeights, rows
 
 
 def leave_folder(drafter: Any) -> None:
-    """Forgets the folder that a drafter was loaded from, with its recipe, figures and files of methods.
-
-    Refiners are switched off in its drafting options, in place.
-    """
+    """Forgets the folder that a drafter was loaded from and all in it; switches refiners off, in place."""
     drafter.loaded_from = None
     for name, none in NOT_REFINED.items():
         if getattr(drafter.generation_config, name, none):

@@ -75,10 +75,7 @@ def _attention_of_chains(
 
 
 class PackedTexts:
-    """Packed sequences and chains rolled from them, for one forward.
-
-    Attention can be recomputed, so gradient checkpointing gives the same result.
-    """
+    """Packed sequences and chains rolled from them, for one forward. Attention can be recomputed (checkpointing)."""
 
     def __init__(
         self,

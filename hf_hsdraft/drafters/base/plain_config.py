@@ -35,10 +35,7 @@ class PlainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSizes(PlainConfig):
-    """What files tell of the target that their drafter was made for. Fields are checked on construction.
-
-    A ValueError names a field that is out of range or contradicts another.
-    """
+    """What files tell of the target that their drafter was made for. Fields are checked on construction."""
 
     model_type: ClassVar[str] = "sizes_of_target"
 

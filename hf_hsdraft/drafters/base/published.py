@@ -194,10 +194,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         return placement.place(drafter)
 
     def matched(self, form: PublishedFormat, checkpoint: Checkpoint) -> tuple[dict[str, str], Mapping[str, Any]]:
-        """Returns our names of tensors by those in the files, and `not_among_weights`.
-
-        Raises a ValueError if the files hold others, by their headers alone.
-        """
+        """Returns our names of tensors by those in the files, and `not_among_weights`; a ValueError for others."""
         apart = self.not_among_weights(checkpoint)
         shapes = {name: tuple(each.shape) for name, each in self.state_dict().items() if name not in apart}
         ours = {form.stored_name(name, checkpoint.shapes): name for name in shapes}

@@ -154,10 +154,7 @@ def taps(offsets: Mapping[str, int], default: Any = REQUIRED, least: int = 0, is
 
 
 def _with_defaults(given: Fields, types: Sequence[str]) -> Fields:
-    """Fills in the defaults of transformers' class, which files leave out. `types` are those known, first the usual.
-
-    Switches at their default were not set by the drafter, and need no reader.
-    """
+    """Fills in the defaults of transformers' class, of one of `types`; a switch at its default needs no reader."""
     kind = given.values.get("model_type", types[0])
     if not isinstance(kind, str) or kind not in (types if len(types) > 1 else CONFIG_MAPPING):
         wanted = " or ".join(types) if len(types) > 1 else f"a model_type of transformers, such as {types[0]}"

@@ -89,10 +89,7 @@ _one_at_a_time = threading.Lock()
 
 
 def settle(drafter: Any, target: Any, tokens: Sequence[int]) -> None:
-    """Decides the questions that a drafter's files leave open, on a text's tokens; see the module.
-
-    A short text is continued by the target, greedily. Without tokens nothing is tried.
-    """
+    """Decides open questions on a text's tokens, which the target continues if they are few; none without tokens."""
     asked = [name for name in drafter.config.untold if QUESTIONS[name].matters(drafter.config, target)]
     if not asked or not tokens or not drafter.can_be_tried or drafter.trials >= _TRIALS:
         return
@@ -158,10 +155,7 @@ def told(config: Any, tried: Mapping[str, str], names: Sequence[str]) -> dict[st
 
 
 def _continued(target: Any, tokens: list[int], length: int = _LEAST) -> list[int]:
-    """Continues a text by plain forwards, without a cache: nothing of a call is touched.
-
-    A compiled target, which would compile for each length, and an offloaded one get the text as it is.
-    """
+    """Continues a text by plain forwards without a cache; a compiled or offloaded target gets it as it is."""
     if why_not_copied([target]):
         return tokens
     device = target.get_input_embeddings().weight.device

@@ -310,10 +310,7 @@ def empty_model(config: Any) -> Any:
 
 
 def misfit(config: Any, target: Any) -> str:
-    """Returns which size of a target is not that of a drafter's configuration; empty if it fits.
-
-    `target` is anything with a `config` of transformers.
-    """
+    """Returns which size of a target (anything with a `config`) is not that of a drafter's configuration, or ""."""
     if wrong := misfit_of(config, target, unknown=True, padding=getattr(config, "padding", 0)):
         return wrong
     layers = decoder_layers(text_config(target))

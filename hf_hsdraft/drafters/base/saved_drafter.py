@@ -106,10 +106,7 @@ def take_options(drafter: Any, folder: Path, given: Mapping[str, Any], file: str
 
 
 def give_options(drafter: Any, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Applies saved options, ignoring unknown ones, then options from the caller.
-
-    Raises a TypeError if the caller names an unknown option, and a ValueError if one is out of range.
-    """
+    """Applies saved options that are known, then the caller's: a TypeError if unknown, a ValueError if wrong."""
     names = option_names(drafter)
     refuse_unknown(type(drafter).__name__, given, names)
     for name, value in {**stored, **given}.items():
@@ -150,10 +147,7 @@ def fields_of(config_class: Any) -> set[str]:
 
 
 def write_options(config: GenerationConfig, folder: str | os.PathLike[str], name: str = OPTIONS) -> None:
-    """Writes drafting options that a loaded drafter can use.
-
-    Not `history`: its folder is private, and the loading code asks for its own. Nor `adapter_name`.
-    """
+    """Writes drafting options that any process can use: no private `history` folder, no `adapter_name`."""
     public = copy.copy(config)
     for name_of_option in _OF_PROCESS:
         vars(public).pop(name_of_option, None)
@@ -284,10 +278,7 @@ class PretrainedDrafter(PreTrainedModel):
 
     @classmethod
     def family(cls) -> Any:
-        """Returns the class whose code travels: the most basic one with this configuration.
-
-        Raises a TypeError if none can draft.
-        """
+        """Returns the class whose code travels: the most basic one with this configuration; a TypeError if none."""
         able = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "check_options")]
         if not able:
             raise TypeError(f"{cls.__name__} cannot draft: expected a class derived from Drafter too")
@@ -295,10 +286,7 @@ class PretrainedDrafter(PreTrainedModel):
 
     @classmethod
     def code_map(cls, entry: str) -> dict[str, str]:
-        """Returns the `auto_map` to save: the family's, and a derived class where it was registered.
-
-        `entry` is the travelling module that the family's class is loaded from.
-        """
+        """Returns the `auto_map` to save, with a registered derived class; `entry` is the travelling module."""
         family = cls.family()
         config = family.config_class
         of_config = entry if entry == ENTRY else config.__module__.rpartition(".")[2]

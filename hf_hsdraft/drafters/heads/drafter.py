@@ -242,10 +242,7 @@ class HydraConfig(HeadsConfig):
 
 
 class HydraDrafter(HeadsDrafter):
-    """Hydra's heads ("Hydra", section 3): head d reads the hidden state and the embeddings of the d tokens after it.
-
-    A node's state is what the heads read, with room for all depths.
-    """
+    """Hydra's heads ("Hydra", section 3): head d reads the hidden state and the embeddings of the d tokens after it."""
 
     config_class = HydraConfig
 
@@ -377,10 +374,7 @@ _GATES = ("forget", "input", "output", "cell")
 
 
 class LSTMSpeculatorDrafter(MLPSpeculatorDrafter):
-    """Snowflake's LSTM speculator (Arctic Speculator): a node's state is that of an LSTM, and its cell.
-
-    All gates share an embedding, and all depths but the first share the weights.
-    """
+    """Snowflake's LSTM speculator (Arctic Speculator): states and cells; all depths but the first share weights."""
 
     architecture = "ArcticLSTMSpeculatorPreTrainedModel"
 

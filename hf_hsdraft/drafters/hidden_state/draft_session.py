@@ -189,10 +189,7 @@ class _Row:
 
 
 class HSDraftSession(ParallelSession):
-    """Drafts trees (or chains) for a batch from the target's hidden states.
-
-    At the end of the call it warns if drafts did poorly because of another target.
-    """
+    """Drafts trees (or chains) for a batch; at the end of a call it warns of poor drafts due to another target."""
 
     def __init__(
         self,

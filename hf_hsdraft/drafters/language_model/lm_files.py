@@ -47,10 +47,7 @@ def read_config(folder: Path) -> Any:
 
 
 def build(config: Any, folder: Path) -> Any:
-    """Returns a model on the meta device; raises a DamagedFile if transformers cannot build it, or if it is too large.
-
-    `folder` is named in messages.
-    """
+    """Returns a model on the meta device; a DamagedFile in `folder` if it cannot be built, or is too large."""
     with _told(folder / CONFIG), few_modules(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 

@@ -303,10 +303,7 @@ def _made(target: Any, option: str) -> History:
 
 
 def identity_of(target: Any) -> tuple[str, bytes]:
-    """Returns a target's name, fit for a file, and a digest of name, sizes and tokenizer.
-
-    Weights are not part of it, so a target that is trained further under its name keeps its history.
-    """
+    """Returns a target's name, fit for a file, and a digest of name, sizes and tokenizer, but not of its weights."""
     config, place = text_config(target), str(getattr(target, "name_or_path", "") or "")
     name = public_name(place)
     sizes = [getattr(config, field, None) for field in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")]

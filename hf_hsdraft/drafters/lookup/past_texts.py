@@ -341,10 +341,7 @@ class HistoryDraft:
         self._at: dict[tuple[int, ...], dict[int, Group]] = {(): _groups(found, 0)}
 
     def tree(self, size: int, depth: int, width: int | None = None, threshold: float = 0.0) -> DraftTree:
-        """Returns the most probable continuations, with at most `size` nodes besides the root.
-
-        `width` is the most children of a node, `threshold` the least probability of a path.
-        """
+        """Returns the likeliest continuations: `size` nodes, `width` children each, paths of `threshold` or more."""
         return grown_tree(self._root, self._next, size, depth, width, threshold)
 
     def _next(self, path: tuple[int, ...]) -> list[tuple[int, float]]:

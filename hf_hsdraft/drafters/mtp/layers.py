@@ -423,10 +423,7 @@ def _last_place(target: Any) -> torch.device:
 
 
 def _folder_of(target: Any, hub: Mapping[str, Any]) -> Path:
-    """The folder that a target was loaded from, which is in the cache if it is of the Hub.
-
-    Raises a FileNotFoundError where that is not there: files fetched again might be of any revision.
-    """
+    """The folder that a target was loaded from; a FileNotFoundError if it is gone from the cache."""
     name = target.config.name_or_path
     if os.path.isdir(name):
         return Path(name)

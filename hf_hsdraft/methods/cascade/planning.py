@@ -131,10 +131,7 @@ def drafting_of(notes: Sequence[Note]) -> Drafting:
 
 
 def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
-    """Returns the seconds of a causal language model's forwards over a few tokens after a text.
-
-    They are read as by a middle model. Raises a ValueError if the model cannot take tokens back.
-    """
+    """Returns the seconds of a model's forwards over a few tokens; a ValueError if it cannot take tokens back."""
     CausalLMDrafter(model).check(model)
     reader = LMReader(model, 1, max(_COUNTS))
     seconds: dict[int, list[float]] = {count: [] for count in _COUNTS}
@@ -148,10 +145,7 @@ def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
 
 
 def plain_texts(target: Any, inputs: Sequence[Inputs], max_new_tokens: int) -> tuple[float, list[Place]]:
-    """Decodes all prompts without a drafter; returns the seconds of a step, and places in the texts.
-
-    Raises a ValueError if no text is long enough to draft in.
-    """
+    """Decodes all prompts plainly; returns a step's seconds and places in the texts; a ValueError if all are short."""
     calls = [time_call(target, each, System(PLAIN), Settings(max_new_tokens)) for each in [inputs[0], *inputs]][1:]
     steps = sum(run.tokens - run.first_tokens for _, run in calls)
     places = []
@@ -245,10 +239,7 @@ def cascade_of(plan: Plan, drafters: Mapping[str, Drafter]) -> CascadeDrafter:
 
 
 def systems_of(drafters: Mapping[str, Drafter], target: Any, cascade: Plan | None = None) -> list[System]:
-    """Returns each drafter of the target alone, as a user has it who sets no option.
-
-    With a hierarchy also that: exactly as calculated, with fixed numbers of tokens, and as it is saved.
-    """
+    """Returns each drafter alone, as by default, and a hierarchy: exactly as calculated, and as it is saved."""
     fitting = {name: each for name, each in drafters.items() if not _misfit(each, target, TARGET)}
     found = [drafted_system(Variant(f"{name}, own defaults", "default"), each) for name, each in fitting.items()]
     if cascade is not None:
@@ -261,10 +252,7 @@ def systems_of(drafters: Mapping[str, Drafter], target: Any, cascade: Plan | Non
 
 
 def recommended(speed_ups: Mapping[str, float], cascade: Plan | None) -> str:
-    """Returns the name of the fastest system: plain decoding, a drafter alone, or the hierarchy as saved.
-
-    `speed_ups` are as measured. Those that are missing of the hierarchy are as calculated.
-    """
+    """Returns the name of the fastest system, as measured; a hierarchy's missing speed-up is as calculated."""
     expected = {} if cascade is None else {saved_title(cascade): cascade.speed_up}
     known = {**expected, **speed_ups}
     return max((name for name in known if cascade is None or name != cascade.title), key=known.__getitem__)

@@ -124,10 +124,7 @@ def supposes(drafter: Drafter) -> bool:
 
 
 def supposing_session(drafter: Drafter, call: Call) -> Any:
-    """Returns a drafter's session for a call, as a `SupposingSession`.
-
-    A family may derive sessions of its own, so the class is made for the session at hand.
-    """
+    """Returns a drafter's session, of whatever class a family derives, as a `SupposingSession`."""
     session: Any = drafter.session(call)
     mixin = next(mixin for kind, mixin in _OF_DRAFTERS.items() if isinstance(drafter, kind))
     session.__class__ = type(type(session).__qualname__, (mixin, type(session)), {})

@@ -85,10 +85,7 @@ class DraftingLog(TrainerCallback):
 
 
 def log_drafting(trainer: Any, attachment: Attachment, window: int = 4) -> DraftingLog:
-    """Puts a `DraftingLog` in front of a trainer's callbacks, so that wandb and others get its values; returns it.
-
-    `trainer` is a `Trainer` of transformers, or one derived from it, such as TRL's `GRPOTrainer`.
-    """
+    """Puts a `DraftingLog` first among a `Trainer`'s callbacks, so that wandb and others get its values; returns it."""
     callback = DraftingLog(attachment, window)
     trainer.callback_handler.add_callback(callback)
     callbacks = trainer.callback_handler.callbacks

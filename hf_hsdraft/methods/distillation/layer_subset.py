@@ -34,10 +34,7 @@ def checked_layers(model: Any, kept: Sequence[int]) -> list[int]:
 
 
 def evenly(num_layers: int, num_kept: int, name: str = "num_layers") -> list[int]:
-    """Returns indices of layers spread evenly, including the first and the last; for one layer, the first.
-
-    Raises a ValueError if there are fewer layers; `name` is that of `num_kept`, for the message.
-    """
+    """Returns layers spread evenly, the first and the last included; a ValueError, on `name`, if there are fewer."""
     if not 1 <= num_kept <= num_layers:
         raise ValueError(f"{name}={num_kept} is invalid: expected 1 to {num_layers}, as many as the model has")
     return [round(place * (num_layers - 1) / max(num_kept - 1, 1)) for place in range(num_kept)]

@@ -120,10 +120,7 @@ def _fields(
 
 
 def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """The drafter that was named, or a fresh one on the meta device and what is assumed of it.
-
-    Raises a ValueError if the drafter was made for another target, or there is no such family.
-    """
+    """The drafter named, or a fresh one on the meta device and what is assumed; a ValueError if it does not fit."""
     import torch
     from transformers import AutoModelForCausalLM
 

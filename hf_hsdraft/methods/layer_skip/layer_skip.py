@@ -81,10 +81,7 @@ class LayerSkipDrafter(WeightlessDrafter):
 
     @classmethod
     def for_target(cls, target: Any, skipped_layers: Sequence[int], target_name: str = "") -> LayerSkipDrafter:
-        """Makes a drafter for a target without these of its layers, ascending from 0; a ValueError for other numbers.
-
-        `target_name` is by default the name by which the target was loaded.
-        """
+        """Makes a drafter for a target without some layers, ascending from 0; a ValueError for other numbers."""
         name = public_name(target_name or getattr(target, "name_or_path", "") or "")
         return cls(LayerSkipConfig(tuple(skipped_layers), decoder_layers(text_config(target)), name))
 
@@ -131,10 +128,7 @@ class LayerSkipDrafter(WeightlessDrafter):
 
 
 def drafting_part(target: Any, config: LayerSkipConfig) -> Any:
-    """Returns the target without its skipped layers. It shares the target's weights and is cached per target.
-
-    Raises a DraftingRefused if the remaining layers cannot run without the others.
-    """
+    """Returns the target without its skipped layers, sharing weights, cached; a DraftingRefused if that cannot run."""
     where = target.device, target.dtype, text_config(target)._attn_implementation
     known, key = _parts.get(target, {}), (config.skipped_layers, *where)
     part = known.get(key)

@@ -23,10 +23,7 @@ _WORD = re.compile(r"[^\W_]+")  # of any script
 
 @dataclass(frozen=True)
 class Item:
-    """A message to the target with its right answer.
-
-    `kind` is how answers are checked: `"number"`, `"label"` (which has all labels), `"contains"` or `"all"`.
-    """
+    """A message with its right answer, checked as a `"number"`, `"label"` (of all labels), `"contains"` or `"all"`."""
 
     task: str
     prompt: str

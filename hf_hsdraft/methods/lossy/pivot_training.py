@@ -157,10 +157,7 @@ def held_out(questions: Sequence[str], kinds: torch.Tensor) -> torch.Tensor:
 
 
 def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[PivotClassifier, dict[str, float]]:
-    """Trains a classifier; returns it with its figures on places of held-out questions.
-
-    Raises a ValueError if there are too few pivots, or too few others.
-    """
+    """Trains a classifier; returns it with figures on held-out questions. A ValueError if a kind has too few."""
     targets = torch.tensor(list(labels))
     pivots = int(targets.sum())
     if pivots < 2 or len(targets) - pivots < 2:
@@ -198,10 +195,7 @@ def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[Piv
 
 
 def save_beside(drafter: Any, classifier: PivotClassifier, folder: Path, target: Any) -> None:
-    """Writes a classifier into a drafter's folder and rewrites its card; saves the drafter there if needed.
-
-    `target` is the model that the classifier was trained for.
-    """
+    """Writes a classifier, of `target`, and the card into a drafter's folder; saves the drafter there if needed."""
     classifier.layers = text_config(target).num_hidden_layers
     classifier.tap = tap_of(classifier.layers)
     classifier.recipe = {"target": public_name(getattr(target, "name_or_path", "")), **classifier.recipe}

@@ -57,10 +57,7 @@ Row = dict[str, Figure]  # by the names in `DEFINITIONS`
 
 
 def bootstrap(columns: Sequence[Sequence[float]], figure: Callable[..., torch.Tensor]) -> Figure:
-    """Returns a figure of sums over questions, with its interval; `columns` hold one number per question for each sum.
-
-    `figure` maps the sums, each `[n]`, to `[n]`. Samples where it is not finite are left out.
-    """
+    """Returns a figure of sums over questions (`columns`), with its interval; `figure` maps sums `[n]` to `[n]`."""
     numbers = torch.tensor([list(column) for column in columns], dtype=torch.float64)  # [k, questions]
     count = numbers.shape[1]
     picks = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(_SEED))

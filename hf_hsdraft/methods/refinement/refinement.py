@@ -78,10 +78,7 @@ class PathLMSizes:
 
 
 class PathLM(nn.Module):
-    """A neural n-gram model over the draft vocabulary.
-
-    A *state* holds what is kept of the last tokens, newest first. Tokens before the beginning of a text are zeros.
-    """
+    """A neural n-gram model over the draft vocabulary. A *state* holds the last tokens, newest first, or zeros."""
 
     def __init__(self, sizes: PathLMSizes) -> None:
         super().__init__()
@@ -128,10 +125,7 @@ def _known(drafter: Any) -> PathLM | None:
 
 
 def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
-    """Returns the refiner beside a drafter's weights, on the drafter's device and in its dtype; read once per folder.
-
-    An OSError if a file is missing, a ValueError if one is damaged, or for another width or draft vocabulary.
-    """
+    """Returns the refiner beside a drafter's weights, read once; an OSError if missing, a ValueError if it is wrong."""
     model = _known(drafter)
     if model is None:
         model = load_refiner(drafter.loaded_from, weights.vocab_ids)
@@ -149,10 +143,7 @@ def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
 def save_refiner(
     model: PathLM, folder: str | os.PathLike[str], vocab_ids: torch.Tensor, recipe: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a refiner beside a drafter's weights, replacing any earlier one.
-
-    `vocab_ids`, int64 `[V']`, is the draft vocabulary; `recipe` says how the refiner was trained and measured.
-    """
+    """Writes a refiner of a draft vocabulary, int64 `[V']`, and its `recipe` beside a drafter's weights."""
     config, weights = Path(folder) / CONFIG, Path(folder) / WEIGHTS
     config.parent.mkdir(exist_ok=True)
     state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}

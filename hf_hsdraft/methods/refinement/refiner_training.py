@@ -42,10 +42,7 @@ class Examples:
 
 
 def examples_of(chats: Sequence[TokenizedConversation], vocab_ids: torch.Tensor, length: int) -> Examples:
-    """Returns the next tokens of answers that are in the draft vocabulary, each with `length` tokens before it.
-
-    `vocab_ids`, int64 `[V']`, maps columns to token ids, in any order. Raises a ValueError if there are none.
-    """
+    """Returns the answers' tokens in `vocab_ids` `[V']`, each with `length` tokens before it; a ValueError if none."""
     ranked, order = vocab_ids.cpu().sort()
     parts = []
     for chat in chats:

@@ -68,10 +68,7 @@ class LayerSplit:
         raise ValueError(f"{type(self._target).__name__} did not run layer {self._count} of its decoder")
 
     def model_after(self, states: torch.Tensor, read: Callable[[], None]) -> Any:
-        """Returns a model that computes the other layers after states `[B, n, D]` of `first_states`.
-
-        `read` is called in place of the first layers, which would write into the cache.
-        """
+        """Returns a model that computes the other layers after states `[B, n, D]`; `read` stands for the first."""
         others = self._others
 
         def pass_on(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +84,7 @@ class LayerSplit:
 
 
 class _Reached(Exception):
-    """Raised when the last wanted layer has been computed, with its hidden states `[B, n, D]`.
-
-    `others` is the number of values that it returns after them, such as attentions; None if it returns no tuple.
-    """
+    """Raised with the last wanted layer's states `[B, n, D]`; `others` counts its further values, None for no tuple."""
 
     def __init__(self, states: torch.Tensor, others: int | None) -> None:
         super().__init__()
@@ -108,10 +102,7 @@ class ReadAhead:
 
 
 class FirstLayers:
-    """The first `count` layers of a target in one call, after the prompts' forward.
-
-    The call's cache grows, and its target reads trees. With `reuse` off, verification computes all layers.
-    """
+    """The first `count` layers of a target in one call with a growing cache; without `reuse` verification runs all."""
 
     def __init__(self, call: TargetRuntime, count: int, reuse: bool) -> None:
         self._call, self._count, self._split = call, count, LayerSplit(call.target, count)
@@ -170,10 +161,7 @@ class FirstLayers:
         return states, batch.last(count)
 
     def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
-        """The target's outputs for one tree per row, as from `read_trees`; `None` if nothing was read ahead.
-
-        `columns` is the width of the forward.
-        """
+        """The target's outputs for a tree per row, as from `read_trees`; None if nothing was read ahead."""
         read, self._read = self._read, None
         outputs, reused = None, 0
         if read is not None and read.kept == self._call.rows.kept:
@@ -264,10 +252,7 @@ class FirstLayers:
     def _model_after(
         self, read: ReadAhead, trees: Sequence[DraftTree], columns: int
     ) -> tuple[Any, dict[str, Any], int]:
-        """Returns a model that goes on after what was read ahead, its inputs, and how many nodes it need not read.
-
-        Missing nodes pass the first layers before.
-        """
+        """Returns a model that goes on after what was read ahead, its inputs, and how many nodes it need not read."""
         call, device, before = self._call, device_of(self._call.target), read.states.shape[1]
         whole, places = zip(*(_joined(*pair) for pair in zip(read.trees, trees, strict=True)), strict=True)
         states, keys_values, missing = read.states, read.keys_values, max(map(len, whole)) - before

@@ -59,10 +59,7 @@ def prune(target: Any, tokenizer: Any, kept: Sequence[int], out: str | os.PathLi
 
 @torch.no_grad()
 def _check_saved(small: Any, folder: Path) -> None:
-    """Raises a ValueError unless the files hold the saved model.
-
-    Some types decide by fields that are not known here what a layer of some number is.
-    """
+    """Raises a ValueError unless the files hold the model: some types' layers depend on fields not known here."""
     what = type(small).__name__
     advice = "expected a model whose layers are told apart by its configuration's lists alone"
     try:

@@ -71,10 +71,7 @@ class SteeringSizes:
 
 
 def up_projections(model: Any) -> list[nn.Linear]:
-    """Returns the product of each layer's gated feed-forward block that a delta is added to.
-
-    Raises a ValueError if a layer has no such block, or several.
-    """
+    """Returns the product of each layer that a delta is added to; a ValueError if a layer has none, or several."""
     found = []
     for number, layer in enumerate(layers_of(model)[1]):
         blocks = [part for part in layer.modules() if all(hasattr(part, name) for name in _GATED)]
@@ -134,10 +131,7 @@ class Steering(nn.Module):
 
     @contextmanager
     def applied(self, deltas: torch.Tensor) -> Iterator[None]:
-        """Steers the forwards of this thread inside the context.
-
-        `deltas` are `[B, n, F]`, one per token read; n may be 1 for all tokens of a text.
-        """
+        """Steers this thread's forwards in the context by deltas `[B, n, F]`; n may be 1 for all tokens."""
         token = _current.set((self._key, deltas))
         try:
             yield
