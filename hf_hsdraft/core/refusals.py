@@ -12,14 +12,6 @@ class DraftingRefused(ValueError):
 
     PLAINLY = "leave assistant_model out"  # how messages say that a call may be decoded without a drafter
 
-    @classmethod
-    def of_sharded(cls, drafting: str) -> DraftingRefused:
-        """Returns the refusal of a drafter that runs parts of a target whose forwards take all processes at once."""
-        return cls(
-            f"{drafting} of a target that is sharded over processes cannot draft: its forwards take all of them at "
-            f"once. To decode it plainly, {cls.PLAINLY}."
-        )
-
     def of_attached(self) -> str:
         """Returns the message for a model with an attached drafter, whose calls have no `assistant_model`."""
         return str(self).replace(self.PLAINLY, "detach the drafter by detach(model)")

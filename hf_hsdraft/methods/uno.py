@@ -21,10 +21,9 @@ from ..core.fields import Fields
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
 from ..drafters.base.draft_options import DraftOptions, default_options
-from ..drafters.base.plain_config import PlainConfig
+from ..drafters.base.plain_config import AnyTarget
 from ..drafters.base.protocol import Ask, Call, Drafter, Read, weights_of
 from ..drafters.base.saved_drafter import Placement, take_options
-from ..drafters.base.travelling_config import ANY
 from ..drafters.base.tree_session import ParallelExpansion, TreeSession
 from ..hub.drafter_files import OPTIONS, find_folder, loading, read_json, taken_for_hub
 from ..runtime.target_limits import text_config
@@ -41,14 +40,13 @@ _PLAIN = ("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias", "modules_to_s
 
 
 @dataclass(frozen=True)
-class UnoConfig(PlainConfig):
+class UnoConfig(AnyTarget):
     """What a Uno drafter knows beside its weights."""
 
     target_name: str = ""  # as the adapter names its base model
     mask_token_id: int | None = setting(
         "noise tokens are from 1 to below it; None for all tokens but the first", None, integer(2**22, 2), optional=True
     )
-    vocab_size: Any = ANY  # equal to any target's
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -72,6 +70,7 @@ class UnoDrafter(nn.Module, Drafter):
 
     num_draft_steps = 32
     takes_tree_builders = True
+    runs_of_target = "the target with an adapter"
     why_not_exported = "it is an adapter in PEFT's format already"
 
     def __init__(self, pairs: Mapping[str, Pair], config: UnoConfig) -> None:
@@ -150,11 +149,6 @@ class UnoDrafter(nn.Module, Drafter):
                 )
         if reason := why_not_replaced(target, self.names):
             raise DraftingRefused(f"the target cannot draft with an adapter: {reason}. Leave assistant_model out.")
-
-    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        """Raises a DraftingRefused where all processes have to run the same forwards."""
-        if all_processes:
-            raise DraftingRefused.of_sharded("the target with an adapter")
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         return (Read("adapter", weights_of(self), 1, depth),)

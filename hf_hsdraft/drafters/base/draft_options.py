@@ -168,11 +168,9 @@ def _check(option: Callable[[str], Any], drafter: Any) -> None:
         # Only here: whether a rule is lossy is known once its method is loaded.
         rules = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in VERIFIERS)
         demand(False, "verification", option("verification"), f"expected one of {rules}")
-    if option("ngram_continuation") and not option("ngram_length"):
-        raise ValueError(
-            f"ngram_continuation={option('ngram_continuation')} is invalid with ngram_length=0: without n-grams there "
-            "is nothing to append; set ngram_length to 1 or more, or ngram_continuation to 0"
-        )
+    valid, more = option("ngram_length") or not option("ngram_continuation"), option("ngram_continuation")
+    wanted = "ngram_length is 0, and without n-grams there is nothing to append; set that to 1 or more, or this to 0"
+    demand(valid, "ngram_continuation", more, wanted)
     builder, verification = option("tree_builder"), option("verification")
     if VERIFIERS[verification].drawn_nodes and not TREE_BUILDERS[builder].draws:
         raise ValueError(
@@ -240,11 +238,8 @@ def _given_costs(node: Any, depth: Any) -> Costs | None:
     if node is None and depth is None:
         return None
     for name, value in (("node_cost", node), ("depth_cost", depth)):
-        if not is_number(value) or not 0.0 <= value <= 1.0:
-            raise ValueError(
-                f"{name}={value!r} is invalid: expected 0 to 1, in forwards of one token; give both node_cost and "
-                "depth_cost, or neither to have them measured"
-            )
+        wanted = "expected 0 to 1, in forwards of one token; give both node_cost and depth_cost, or neither to measure"
+        demand(is_number(value) and 0.0 <= value <= 1.0, name, value, wanted)
     return Costs(tree=0.0, node=node, draft=depth, depth=depth)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from ...core.checks import Limit, check_fields, demand, integer, is_number, setting, settings
-from .travelling_config import any_special_tokens
+from .travelling_config import ANY, any_special_tokens
 
 MOST_OF_TARGET = 4096  # layers
 FLAG = Limit(lambda value: isinstance(value, bool), "true or false")
@@ -31,6 +31,14 @@ class PlainConfig:
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, default=dict) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyTarget(PlainConfig):
+    """The configuration that transformers expects of an assistant, of a drafter for any target."""
+
+    vocab_size: Any = ANY  # equal to any target's
+    is_encoder_decoder: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import torch
 from transformers.utils import logging
 
 from ...core.cache_folder import cache_folder
-from ...core.checks import printable
+from ...core.checks import demand, printable
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import LastState, final_norm, why_not_copied
 
@@ -249,9 +249,8 @@ def _remember(drafter: Any, target: Any, asked: Sequence[str], values: Sequence[
 def settled_by(config: Any, **values: Any) -> Any:
     """Returns a configuration with questions decided by the caller; raises a ValueError for a value that none has."""
     for name, value in values.items():
-        if value not in QUESTIONS[name].readings:
-            wanted = " or ".join(map(repr, QUESTIONS[name].readings))
-            raise ValueError(f"{name}={value!r} is invalid: expected {wanted}")
+        known = QUESTIONS[name].readings
+        demand(value in known, name, value, f"expected {' or '.join(map(repr, known))}")
     if not values:
         return config
     return replace(config, **values, untold=tuple(name for name in config.untold if name not in values))

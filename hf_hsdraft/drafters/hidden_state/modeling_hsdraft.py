@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...core.checks import demand
 from ...core.tensors import device_of, is_unhooked, joined
 from ..base.draft_options import REFINER_OPTIONS, DraftOptions
 from ..base.packed_texts import PackedTexts
@@ -92,10 +93,9 @@ class HSDrafter(HSDraftNetwork, StateDrafter):
     def check_together(self, options: DraftOptions) -> None:
         super().check_together(options)
         reuse, _ = reuse_of(options.own)
-        if options.tree_builder != "beam" and reuse != "none":
-            raise ValueError(
-                f"reuse={reuse!r} is invalid with tree_builder={options.tree_builder!r}: only beams can be merged"
-            )
+        builder = options.tree_builder
+        valid = builder == "beam" or reuse == "none"
+        demand(valid, "reuse", reuse, f"only beams can be merged, not trees of tree_builder={builder!r}")
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         if all_processes or has_other_tokens(self, tokenizer):

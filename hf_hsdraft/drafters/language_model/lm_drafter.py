@@ -19,11 +19,10 @@ from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import AttentionKind
 from ..base.draft_options import DraftOptions, default_options, option_names
-from ..base.plain_config import PlainConfig
+from ..base.plain_config import AnyTarget
 from ..base.protocol import Accepted, Ask, Call, Read, weights_of
 from ..base.registry import Format, register_format
 from ..base.saved_drafter import SavedDrafter, refuse_unknown, take_options, write_options
-from ..base.travelling_config import ANY
 from ..base.tree_session import CacheMemory, LevelExpansion, ParallelExpansion, TreeSession
 from .lm_files import (
     DRAFTING_OPTIONS,
@@ -208,14 +207,6 @@ class ParallelLMSession(CausalLMSession):
         return TreeSession.repeatable(self, asks, expansion, options)
 
 
-@dataclass(frozen=True)
-class CausalLMDrafterConfig(PlainConfig):
-    """The configuration that transformers expects of an assistant."""
-
-    vocab_size: Any = ANY  # equal to any target's: only ids in both vocabularies are drafted
-    is_encoder_decoder: bool = False
-
-
 class ModelDrafter(nn.Module, SavedDrafter):
     """A drafter that is a model of transformers in files that transformers reads too."""
 
@@ -232,7 +223,7 @@ class ModelDrafter(nn.Module, SavedDrafter):
             )
         self.model: Any = model
         self.tokenizer = tokenizer
-        self.config: Any = CausalLMDrafterConfig()
+        self.config: Any = AnyTarget()  # only ids in both vocabularies are drafted
         self.generation_config = self.default_generation_config()
 
     @classmethod

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ...core.checks import few, is_integer, printable, short
+from ...core.checks import demand, few, is_integer, printable, short
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
 from ...runtime.target_loading import marks_of_drafter
@@ -170,8 +170,7 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     repository or for weights that differ from the files, or if shapes of tensors contradict config.json.
     """
     for name in ("trust_remote_code", "ignore_mismatched_sizes"):
-        if kwargs.get(name):
-            raise ValueError(f"{name}=True is invalid for a drafter: expected a model of transformers as it was saved")
+        demand(not kwargs.get(name), name, True, "a drafter is a model of transformers as it was saved")
     config = kwargs.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = read_config(checkpoint.folder)

@@ -11,18 +11,17 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import is_integer, is_misspelt, nearest_option
+from ...core.checks import demand, integer, is_integer, is_misspelt, nearest_option
 from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ...verify.registry import COMMON_OPTIONS
 from ..base.auto_drafter import Found, register_finder
 from ..base.draft_options import MOST_LEADING, default_options
-from ..base.plain_config import PlainConfig
+from ..base.plain_config import AnyTarget
 from ..base.protocol import Call
 from ..base.registry import register_drafter
 from ..base.saved_drafter import WeightlessDrafter
-from ..base.travelling_config import ANY
 from .ngrams import FollowerTable, NgramSession
 
 logger = logging.get_logger(__name__)
@@ -32,12 +31,8 @@ _OPTIONS = sorted(COMMON_OPTIONS.keys() - {"ngram_length", "ngram_continuation",
 
 
 @dataclass(frozen=True)
-class CachebackConfig(PlainConfig):
-    """The configuration that transformers expects of an assistant."""
-
+class CachebackConfig(AnyTarget):
     model_type: ClassVar[str] = "cacheback"
-
-    vocab_size: Any = ANY  # equal to any target's
 
 
 class CachebackDrafter(WeightlessDrafter):
@@ -66,11 +61,9 @@ class CachebackDrafter(WeightlessDrafter):
     why_not_exported = "it has no weights: other programs look n-grams up by methods of their own"
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
-        if not is_integer(ngram_length) or not 1 <= ngram_length <= MOST_LEADING:
-            raise ValueError(
-                f"ngram_length={ngram_length!r} is invalid: expected an integer from 1 to {MOST_LEADING}; without "
-                "n-grams there is nothing to draft"
-            )
+        limit = integer(MOST_LEADING)
+        wanted = f"expected {limit.wanted}; without n-grams there is nothing to draft"
+        demand(limit.valid(ngram_length), "ngram_length", ngram_length, wanted)
         self.config = CachebackConfig()
         self.generation_config = self.default_generation_config()
         self.generation_config.ngram_length = ngram_length
@@ -101,9 +94,8 @@ class CachebackDrafter(WeightlessDrafter):
         cls, document: Mapping[str, Any], stored: Mapping[str, Any], given: Mapping[str, Any], where: Path
     ) -> CachebackDrafter:
         texts, options, kwargs = document.get("texts", []), dict(stored), dict(given)
-        if not isinstance(texts, list) or not all(isinstance(text, list) for text in texts):
-            raise ValueError(f"{where} is damaged: expected lists of token ids as texts")
-        texts = _last(texts)
+        lists = isinstance(texts, list) and all(isinstance(text, list) for text in texts)
+        texts = _last(texts) if lists else [[None]]
         if not all(is_integer(token) for text in texts for token in text):
             raise ValueError(f"{where} is damaged: expected lists of token ids as texts")
         length = kwargs.pop("ngram_length", options.pop("ngram_length", 4))

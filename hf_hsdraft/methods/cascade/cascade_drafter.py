@@ -13,17 +13,16 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import FORMAT_VERSION, is_integer, printable
+from ...core.checks import FORMAT_VERSION, demand, integer, printable
 from ...core.draft_tree import TREE_BUILDERS
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...drafters.base.auto_drafter import AutoDrafter
 from ...drafters.base.draft_options import DraftOptions, default_options
-from ...drafters.base.plain_config import PlainConfig
+from ...drafters.base.plain_config import AnyTarget
 from ...drafters.base.protocol import Call, Drafter, Session
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import Placement, SavedDrafter, take_options
-from ...drafters.base.travelling_config import ANY
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, check_is_drafter, read_json
@@ -39,13 +38,8 @@ _PLACE = re.compile(r"\./(level_\d+)")  # of a level that was saved with the cas
 
 
 @dataclass(frozen=True)
-class CascadeConfig(PlainConfig):
-    """The configuration that transformers reads from an assistant."""
-
+class CascadeConfig(AnyTarget):  # only ids known to all levels are drafted
     model_type: ClassVar[str] = "cascade"
-
-    vocab_size: Any = ANY  # only ids known to all levels are drafted
-    is_encoder_decoder: bool = False
 
 
 class CascadeDrafter(nn.Module, SavedDrafter):
@@ -291,11 +285,9 @@ def _check_tokens(tokens: Sequence[int], count: int) -> None:
         raise ValueError(
             f"tokens={printable(list(tokens))} is invalid for {count} levels: expected a number for each level"
         )
+    limit = integer(_MOST)
     for index, each in enumerate(tokens):
-        if not is_integer(each) or not 1 <= each <= _MOST:
-            raise ValueError(
-                f"tokens[{index}]={printable(repr(each))} is invalid: expected an integer from 1 to {_MOST}"
-            )
+        demand(limit.valid(each), f"tokens[{index}]", each, f"expected {limit.wanted}")
 
 
 def _named(level: Drafter) -> str:

@@ -12,9 +12,10 @@ from torch import nn
 
 from ...core.checks import public_name
 from ...drafters.base.draft_options import leave_folder
+from ...drafters.base.plain_config import AnyTarget
 from ...drafters.base.target_weights import DrafterOutput, TargetWeights
 from ...drafters.base.travelling_config import any_special_tokens
-from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
+from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_texts import ability_of
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
@@ -27,8 +28,8 @@ from .layer_subset import evenly, layers_of, with_layers
 _PRUNED_BY = 5  # a fresh drafter has a fifth of the target's layers
 
 
-@dataclass(frozen=True)
-class LMTrainingConfig(CausalLMDrafterConfig):
+@dataclass(frozen=True, kw_only=True)
+class LMTrainingConfig(AnyTarget):
     """What training asks of a drafter's configuration. It is not saved: the folder holds the language model's.
 
     `vocab_size` and `draft_vocab_size` are the number of tokens that the model and its target share, `num_draft_steps`
@@ -42,7 +43,7 @@ class LMTrainingConfig(CausalLMDrafterConfig):
     hidden_size: int = 0
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        return any_special_tokens(CausalLMDrafterConfig())
+        return any_special_tokens(AnyTarget())
 
 
 class TrainedLM(CausalLMDrafter):

@@ -20,11 +20,10 @@ from transformers import GenerationConfig
 from ...core.checks import are_ascending, demand, is_integer, printable, public_name
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
-from ...drafters.base.plain_config import PlainConfig
+from ...drafters.base.plain_config import AnyTarget
 from ...drafters.base.protocol import Call
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import WeightlessDrafter, give_options
-from ...drafters.base.travelling_config import ANY
 from ...drafters.language_model.lm_drafter import CausalLMSession
 from ...drafters.language_model.lm_texts import ability_of, shared_tokens
 from ...runtime.target_limits import decoder_layers, text_config
@@ -32,7 +31,7 @@ from ..distillation.layer_subset import layers_of, with_layers
 
 
 @dataclass(frozen=True)
-class LayerSkipConfig(PlainConfig):
+class LayerSkipConfig(AnyTarget):
     """Which layers of which target are skipped; a ValueError if it has no such layers, or none would remain."""
 
     model_type: ClassVar[str] = "layer_skip"
@@ -41,8 +40,6 @@ class LayerSkipConfig(PlainConfig):
     skipped_layers: tuple[int, ...]  # ascending, from 0
     num_hidden_layers: int  # of the target
     target_name: str = ""  # for messages and cards
-    vocab_size: Any = ANY  # equal to any target's
-    is_encoder_decoder: bool = False
 
     def __post_init__(self) -> None:
         count, skipped = self.num_hidden_layers, self.skipped_layers
@@ -73,6 +70,7 @@ class LayerSkipDrafter(WeightlessDrafter):
     shown_fields = ("skipped_layers", "num_hidden_layers", "target_name")
     num_draft_steps = 32
     takes_tree_builders = True
+    runs_of_target = "some of the layers"
     why_not_exported = "it has no weights: other programs leave layers out by methods of their own"
 
     def __init__(self, config: LayerSkipConfig) -> None:
@@ -116,11 +114,6 @@ class LayerSkipDrafter(WeightlessDrafter):
         reason = ability_of(drafting_part(target, self.config)).reason
         if reason:
             raise DraftingRefused(f"the target's layers cannot draft: {reason}")
-
-    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        """Raises a DraftingRefused where all processes have to run the same forwards."""
-        if all_processes:
-            raise DraftingRefused.of_sharded("some of the layers")
 
     def session(self, call: Call) -> CausalLMSession:
         part = drafting_part(call.target, self.config)
@@ -239,8 +232,7 @@ def search(
     if not any(text.shape[1] > start for text, start in texts):
         raise ValueError("the target wrote nothing: expected prompts that it answers")
     most = count - 2 if most is None else min(most, count - 2)
-    if most < 1:
-        raise ValueError(f"most={most} is invalid: expected 1 or more layers to leave out")
+    demand(most >= 1, "most", most, "expected 1 or more layers to leave out")
     rounds: list[Judged] = []  # the best list of each length
     report, done = Reporter.of(report), 0
     with report.stage("judging lists of layers", "lists", sum(range(count - 1 - most, count - 1))) as stage:

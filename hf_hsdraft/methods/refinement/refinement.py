@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from ...core.checks import is_integer
+from ...core.checks import demand, integer
 from ...core.draft_tree import (
     TREE_BUILDERS,
     Builder,
@@ -68,9 +68,9 @@ class PathLMSizes:
     rank: int = 64  # r
 
     def __post_init__(self) -> None:
+        limit = integer(2**22)
         for name, value in vars(self).items():
-            if not is_integer(value) or not 1 <= value <= 2**22:
-                raise ValueError(f"{name}={value!r} is invalid in a refiner's sizes: expected an integer of 1 or more")
+            demand(limit.valid(value), name, value, f"a refiner needs {limit.wanted}")
 
     @property
     def state_size(self) -> int:

@@ -117,6 +117,7 @@ class SelfDrafter(StateNetwork, StateDrafter):
     main_input_name = "taps"
     _no_split_modules = ["ImitationBlock"]  # noqa: RUF012
     taps = ()  # its first layers are in the target's forward
+    runs_of_target = "the first layers"
     own_options = (LAYER_REUSE,)
     why_not_exported = "most of it are layers of the target, and no format of another project does so"
 
@@ -168,11 +169,6 @@ class SelfDrafter(StateNetwork, StateDrafter):
             raise DraftingRefused(
                 f"its first layers cannot draft: {reason}. To decode it plainly, leave assistant_model out."
             )
-
-    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        """Raises a DraftingRefused where all processes have to run the same forwards."""
-        if all_processes:
-            raise DraftingRefused.of_sharded("the first layers")
 
     def session(self, call: Call) -> SelfSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
