@@ -255,10 +255,7 @@ class Checkpoint:
             )
 
     def loose_tensor(self, name: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        """Returns the one tensor of a file beside the weights, and what the file says about it.
-
-        It is read without running code. Raises a DamagedFile.
-        """
+        """Returns the one tensor of a file beside the weights, and what that says of it; a DamagedFile if none."""
         path = self.folder / name
         found = _unpickled(path)
         about = found if isinstance(found, dict) else {}

@@ -217,10 +217,7 @@ class UnoSession(TreeSession):
             call.slots.roll_back(start)
 
     def _adapted(self, layer: nn.Module, pair: Pair, x: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs of a linear layer with an adapter for all rows of a text but the first.
-
-        `x` are inputs `[B, n, inputs]`, or `[B * n, inputs]` as in layers of experts.
-        """
+        """Returns a linear layer's outputs with an adapter for all rows of a text but the first."""
         down, up = pair
         made: torch.Tensor = layer(x)
         noise = x.reshape(-1, self._columns, x.shape[-1])[:, 1:]

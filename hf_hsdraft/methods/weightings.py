@@ -46,10 +46,7 @@ def reached(right: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 def _foreseen(
     total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the drafter's probabilities of the labels of `hard_labels`, and whether they are its first choices.
-
-    Both are `[S, K]`; 1 and True where it predicts nothing.
-    """
+    """Returns the drafter's probabilities of `hard_labels` `[S, K]`, and whether they are its first choices."""
 
     def score(
         logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor

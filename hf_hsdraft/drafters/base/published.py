@@ -343,6 +343,15 @@ class PublishedNetwork(nn.Module, SavedDrafter):
             torch.save(tensor.detach().cpu(), folder / name)
 
 
+def refuse_unsaid(told: Mapping[str, bool]) -> None:
+    """Raises a ValueError for anything, by name, that a drafter has and the format of speculators has no field for."""
+    if found := [name for name, is_so in told.items() if is_so]:
+        raise ValueError(
+            f"this drafter has {' and '.join(found)}, which the format of speculators cannot say: keep the files that "
+            "it was loaded from"
+        )
+
+
 def speculators_document(
     config: Any,
     kind: str,  # type of drafter in that format

@@ -26,7 +26,7 @@ from ...runtime.target_limits import text_config
 from ..base.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
 from ..base.draft_options import REFINER_OPTIONS
 from ..base.protocol import Call, Read, weights_of
-from ..base.published import PublishedNetwork, SpeculatorsFiles, speculators_document
+from ..base.published import PublishedNetwork, SpeculatorsFiles, refuse_unsaid, speculators_document
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import BlockConfig
 from .heads import MARKOV_HEADS, BlockHead, CandidateSelector, ConfidenceHead, DominoHead
@@ -456,14 +456,11 @@ def _document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check_can_be_written(config: BlockConfig) -> None:
-    """Raises a ValueError for anything the format has no field for."""
     sights = [sight for sight in config.sights if sight.reach is not None or sight.causal]
     last = config.taps_of(0)[-1]
     one_rule = len({(sight.reach, sight.causal) for sight in sights}) <= 1
-    told = {
-        "a sliding window that each slot counts by itself": any(
-            sight.reach and not sight.of_anchor for sight in sights
-        ),
+    refuse_unsaid({
+        "a sliding window that each slot counts by itself": any(each.reach and not each.of_anchor for each in sights),
         "slots that see no later ones in a layer without a window": any(sight.reach is None for sight in sights),
         "several sliding windows": not one_rule,
         "a factor of embeddings": config.embedding_scale not in (None, 1.0),
@@ -478,9 +475,4 @@ def _check_can_be_written(config: BlockConfig) -> None:
         "heads that are rotated in part": rotated_part(config.rotation) != 1.0,
         "tables of more or fewer tokens than the vocabulary": config.num_input_tokens is not None
         and bool(config.own_embedding or config.markov_rank or config.selector_rank),
-    }
-    if found := [name for name, is_so in told.items() if is_so]:
-        raise ValueError(
-            f"this drafter has {' and '.join(found)}, which the format of speculators cannot say: keep the files that "
-            "it was loaded from"
-        )
+    })  # fmt: skip

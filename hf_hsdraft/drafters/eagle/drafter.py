@@ -27,7 +27,7 @@ from ..base.decoder_layer import AttendByLayer, rotary_of
 from ..base.draft_options import DraftOptions
 from ..base.packed_texts import PackedTexts
 from ..base.protocol import Accepted, Ask, Call, Read, weights_of
-from ..base.published import PublishedNetwork, SpeculatorsFiles, speculators_document
+from ..base.published import PublishedNetwork, SpeculatorsFiles, refuse_unsaid, speculators_document
 from ..base.published_format import TOKEN_MAP, offsets_listed
 from ..base.reading_session import (
     Columns,
@@ -368,8 +368,7 @@ def _of_packed(attend: PackedAttend) -> AttendByLayer:
 
 
 def check_can_be_written(config: EagleConfig) -> None:
-    """Raises a ValueError for anything the format of speculators has no field for."""
-    told = {
+    refuse_unsaid({
         "one fused embedding and state (EAGLE-1, EAGLE-2)": config.fuses_embedding,
         "the target's output rows": not config.own_head,
         "no fc": not config.has_fc,
@@ -377,12 +376,7 @@ def check_can_be_written(config: EagleConfig) -> None:
         "a factor of logits": config.logit_scale != 1.0,
         "keys and values of one state (MLA)": isinstance(config.sizes, LatentSizes),
         "embeddings read by all layers": config.all_read_embeddings and config.num_hidden_layers > 1,
-    }
-    if found := [name for name, is_so in told.items() if is_so]:
-        raise ValueError(
-            f"this drafter has {' and '.join(found)}, which the format of speculators cannot say: keep the files that "
-            "it was loaded from"
-        )
+    })  # fmt: skip
 
 
 def _document(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:

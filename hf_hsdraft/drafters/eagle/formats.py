@@ -277,10 +277,7 @@ def _is_eagle1(checkpoint: Checkpoint, nested: bool) -> bool:
 
 
 def _frequent(files: Files) -> tuple[int, ...] | None:
-    """The tokens that can be drafted, of a list beside an EAGLE-2 drafter (FR-Spec), unless it is among the weights.
-
-    Its authors give several lists; their script takes 32,768 tokens.
-    """
+    """The drafted tokens of a list beside an EAGLE-2 drafter (FR-Spec; 32,768 tokens), unless among the weights."""
     checkpoint, given = files.checkpoint, files.given.get("frequent_tokens")
     if isinstance(given, str) or (given is None and TOKEN_MAP not in checkpoint.shapes):
         folder, name = checkpoint.also(given or _LISTS), given or f"freq_{_USUAL_LIST}.pt"

@@ -316,10 +316,7 @@ class ShiftedNorm(nn.Module):
 
 
 class MLPSpeculatorDrafter(HeadsDrafter):
-    """IBM's MLP speculator ("Accelerating Production LLMs with Combined Token/Embedding Speculators").
-
-    A node's state is made of its parent's and of its token, by other weights at each depth unless they are tied.
-    """
+    """IBM's MLP speculator ("Accelerating Production LLMs with Combined Token/Embedding Speculators")."""
 
     config_class = MLPSpeculatorConfig
     architecture = "MLPSpeculatorPreTrainedModel"

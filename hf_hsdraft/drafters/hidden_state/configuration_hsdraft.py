@@ -13,10 +13,7 @@ _LONGEST_REFERENCE = 512
 
 
 class HSDraftConfig(AttendingConfig):
-    """Configuration of an [`HSDrafter`]; [`HSDraftConfig.for_target`] derives it from a loaded target.
-
-    Fields are checked on construction; a ValueError names field, value and remedy.
-    """
+    """Configuration of an [`HSDrafter`], checked on construction; [`HSDraftConfig.for_target`] derives it."""
 
     model_type = "hsdraft"
 

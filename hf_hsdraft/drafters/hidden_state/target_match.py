@@ -75,10 +75,7 @@ def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int]
 
 
 def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> str:
-    """Why a drafter may draft little for a target, with measurements; empty if it does as well as for its own.
-
-    Measured once per target and drafter, so later training or switches are not seen. `tokenizer` is the target's.
-    """
+    """Why a drafter may draft little for a target, measured once; empty if it does as well as for its own."""
     config, reference = drafter.config, drafter.config.target_reference
     made_for = f"this drafter was made for {printable(config.target_name) or 'another target'}"
     other_tokens = has_other_tokens(drafter, tokenizer)

@@ -343,10 +343,7 @@ class HistoryContents:
 
 
 def list_history(where: Drafter | str | os.PathLike[str]) -> list[HistoryContents]:
-    """Lists what a folder holds for each target, or what the calls of a drafter have kept in memory.
-
-    Raises a NotADirectoryError if there is no such folder, and a ValueError for a file in it that is no history.
-    """
+    """Lists what a folder or a drafter's memory holds for each target; an error if there is none, or a damaged file."""
     if isinstance(where, Drafter):
         kept = [(identity_of(target)[0], history) for target, history in _in_memory(where)]
         return [HistoryContents(name, *history.held) for name, history in kept]

@@ -227,10 +227,7 @@ class PastTexts:
         return [text.record for text in sorted(self._texts, key=lambda text: text.used)]
 
     def with_room(self, tokens: int) -> PastTexts:
-        """Returns these texts with room for so many further tokens: this object, a larger one, or one of fewer texts.
-
-        Where there would be more than `most_tokens`, the least recently used texts leave, so many that this is rare.
-        """
+        """Returns these texts with room for `tokens` more: this object, a larger one, or one without the oldest."""
         if self._end + tokens + 1 <= self._index.end:
             return self
         records = self.records()
@@ -239,10 +236,7 @@ class PastTexts:
         return PastTexts(records, self._vocab_size, self._most, tokens + 1)
 
     def unknown_part(self, prompt: Tokens, answer: Tokens) -> Record | None:
-        """Returns what is to be kept of a text: without the known beginning of its prompt; None if all is known.
-
-        Answers are kept whole even where they begin like earlier ones: how often a token followed is worth knowing.
-        """
+        """Returns what is to be kept of a text, its whole answer included; None if all is known."""
         text = np.concatenate([prompt, answer])
         digests = block_digests(text)
         known = 0

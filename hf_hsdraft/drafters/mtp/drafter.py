@@ -97,10 +97,7 @@ class DraftedColumns(DraftedNodes):
 
 
 class MtpSession(LevelSession):
-    """Drafts trees (or chains) for a batch, one depth of all rows per forward.
-
-    A column of x_p is queued with the position of the hidden state that it reads, p - 1.
-    """
+    """Drafts trees (or chains), a depth of all rows per forward. A column of x_p is queued with position p - 1."""
 
     def __init__(self, drafter: Any, layers: MtpLayers, call: Call) -> None:
         self._layers, self._used = layers, min(layers.count, call.options.depth)
@@ -128,10 +125,7 @@ class MtpSession(LevelSession):
         positions: list[torch.Tensor],
         slots: list[torch.Tensor],
     ) -> None:
-        """Reads columns of each row, padded to the longest row.
-
-        Keeps the outputs `[L, D]` of a row's last column, and its first position `[1]`, int64.
-        """
+        """Reads columns of rows, padded; keeps outputs `[L, D]` of the last, and first position `[1]`, of each."""
         device, lengths = self._layers.device, [len(each) for each in positions]
         width, known = max(lengths), [self._left.get(row) for row in rows]
         real = torch.arange(width, device=device) < on_device(lengths, device)[:, None]

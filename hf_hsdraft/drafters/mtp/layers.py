@@ -104,10 +104,7 @@ def kind_of(config: Any) -> Kind:
 
 
 def described(config: Any, count: int | None = None) -> Any:
-    """Returns a copy of a target's configuration that describes the layers as transformers expects.
-
-    `count` is their number; None for the one that it tells.
-    """
+    """Returns a copy of a target's configuration that describes its, or `count`, layers as transformers expects."""
     kind, config = kind_of(config), copy.deepcopy(config)
     text = config.get_text_config()
     if count is None:

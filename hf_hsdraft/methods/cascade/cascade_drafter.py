@@ -81,10 +81,7 @@ class CascadeDrafter(nn.Module, SavedDrafter):
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CascadeDrafter:
-        """As there; `dtype`, `device_map` and `attn_implementation` are for the levels.
-
-        Raises a ValueError if it is no cascade or its levels do not fit together.
-        """
+        """As there; `dtype`, `device_map` and `attn_implementation` are for the levels, which have to fit together."""
         folder, document = checkpoint.folder, checkpoint.config
         attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
         given = {"dtype": placement.dtype, "device_map": placement.device, "attn_implementation": attention}
@@ -232,10 +229,7 @@ class CascadeDrafter(nn.Module, SavedDrafter):
 
 
 def _check_names(names: Sequence[str], folder: Path, own: str) -> None:
-    """Raises a ValueError if a level is the cascade itself, or begins with `./` and is outside `folder`.
-
-    `own` is the cascade's folder or Hub name; empty if it is in a subfolder.
-    """
+    """Raises a ValueError if a level is the cascade itself (named `own`), or outside of its folder."""
     for index, name in enumerate(names):
         parts = PurePosixPath(name).parts
         outside = name.startswith(_HERE) and (not parts or ".." in parts or "\\" in name)

@@ -96,10 +96,7 @@ def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: 
 
 
 def estimate_cascade(levels: Levels, other: float = 0.0) -> list[str]:
-    """Returns whether the best hierarchy pays, the acceptance that it needs, and then the arithmetic.
-
-    `other` is the speed-up of another drafter that a hierarchy must beat too.
-    """
+    """Returns whether the best hierarchy pays, `other` being another speed-up, and the arithmetic."""
     lines = [f"forward of {name} over one token: {1000 * each(1):.4g} ms" for name, each in levels.forwards.items()]
     alone, cascade = [best_single(levels, name) for name in levels.first], best_cascade(levels)
     for plan in [*alone, *([cascade] if cascade else [])]:

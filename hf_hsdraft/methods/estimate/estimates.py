@@ -39,10 +39,7 @@ _JOINED = {"x": operator.mul, "+": operator.add, "/": operator.truediv}
 
 @dataclass
 class Estimate:
-    """Figures by name, such as bytes ("memory"), operations ("operations") and seconds ("time"), with their arithmetic.
-
-    `lines` has one for each figure, with its formula and numbers, and then what is not counted.
-    """
+    """Figures by name with their arithmetic; `lines` has each one's formula, and then what is not counted."""
 
     figures: dict[str, float] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)

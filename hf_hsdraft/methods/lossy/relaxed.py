@@ -83,10 +83,7 @@ def path_tokens(tree: DraftTree, node: int) -> list[int]:
 
 
 def normalised_entropy(probabilities: torch.Tensor, most: int = 0) -> float:
-    """Returns the entropy of a distribution `[V]`, from 0 (one token is certain) to 1 (uniform).
-
-    With `most` above 0, only that many most probable tokens count, renormalised, and the entropy is over log `most`.
-    """
+    """Returns the entropy of `[V]`, from 0 (certain) to 1 (uniform), of its `most` most probable tokens if above 0."""
     if most:
         probabilities = probabilities.topk(min(most, len(probabilities))).values
         probabilities = probabilities / probabilities.sum()

@@ -38,10 +38,7 @@ LAYER_REUSE = Option(
 
 
 class SelfDraftConfig(TravellingConfig):
-    """Configuration of a [`SelfDrafter`]. [`SelfDraftConfig.for_target`] derives it from a loaded target.
-
-    A ValueError if a field is out of range or contradicts another; the message names field, value and remedy.
-    """
+    """Configuration of a [`SelfDrafter`], checked on construction; [`SelfDraftConfig.for_target`] derives it."""
 
     model_type = "self_speculation"
 

@@ -172,11 +172,7 @@ class FirstLayers:
         return outputs
 
     def _verify_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> tuple[Any, int]:
-        """Returns outputs as `verify`, and how many nodes were reused.
-
-        The first time a target's layers are split, both ways are run. Where they differ by more than rounding, nothing
-        is reused from then on.
-        """
+        """As `verify`, with the number of nodes reused. The first time both ways run, and have to agree."""
         trusted = _trusted.setdefault(self._call.target, {})
         if self._kind not in trusted:
             outputs, trusted[self._kind] = self._tried(read, trees, columns)

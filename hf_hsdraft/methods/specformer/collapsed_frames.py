@@ -54,10 +54,7 @@ class CollapsedFrames(Expansion):
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns the `count` most probable children of all nodes, see `Expansion`.
-
-        Of large vocabularies only the tokens that the frames say most often are considered.
-        """
+        """Returns the `count` best children, see `Expansion`; of large vocabularies among likely tokens only."""
         columns = self._columns
         if columns is None:
             return super().best(level, tokens, states, scores, count)

@@ -28,10 +28,7 @@ from .collapsed_frames import CollapsedFrames
 
 
 class SpecFormerConfig(AttendingConfig):
-    """Configuration of a [`SpecFormerDrafter`]. [`SpecFormerConfig.for_target`] derives it from a loaded target.
-
-    A ValueError if a field is out of range or contradicts another; the message names field, value and remedy.
-    """
+    """Configuration of a [`SpecFormerDrafter`], checked on construction; [`SpecFormerConfig.for_target`] derives it."""
 
     model_type = "specformer"
 

@@ -45,10 +45,7 @@ class SpecFormerFamily(TravellingFamily):
 
 
 class _Frames(SpecFormerFamily):
-    """Slots that are frames: what they say after a path, collapsed, whichever frame says it.
-
-    So every depth depends on all slots of its chain. The state of a path holds them and the state of the collapse.
-    """
+    """Slots that are frames: what they say after a path, collapsed. A path's state has all of its chain's slots."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -85,10 +85,7 @@ def up_projections(model: Any) -> list[nn.Linear]:
 
 
 class Steering(nn.Module):
-    """Maps hidden states of the target to what is added in each layer of the drafter.
-
-    Letters in the shapes: D width of the target, F sum of the widths of the drafter's feed-forward blocks.
-    """
+    """Maps hidden states `[D]` of the target to what is added in all layers of the drafter, `[F]` side by side."""
 
     def __init__(self, sizes: SteeringSizes) -> None:
         super().__init__()
