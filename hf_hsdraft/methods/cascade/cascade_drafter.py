@@ -163,10 +163,8 @@ class CascadeDrafter(nn.Module, SavedDrafter):
             raise ValueError(f"level {index} of this cascade, {_named(level)}: {error}") from None
 
     def check_together(self, options: DraftOptions) -> None:
-        if TREE_BUILDERS[options.tree_builder].whole:
-            raise ValueError(
-                f"tree_builder={options.tree_builder!r} is invalid for a CascadeDrafter: its levels pass chains up"
-            )
+        builder = options.tree_builder
+        demand(not TREE_BUILDERS[builder].whole, "tree_builder", builder, "its levels pass chains up")
 
     def check(self, target: Any) -> None:
         for index, (level, model) in enumerate(self._pairs(target)):
@@ -270,15 +268,12 @@ def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
             "can: a CachebackDrafter, a CausalLMDrafter, or an HSDrafter without a narrow window"
         )
     _check_tokens(tokens, len(levels))
-    if tokens[0] > first.num_draft_steps:
-        raise ValueError(f"tokens[0]={tokens[0]} is invalid: {_named(first)} drafts {first.num_draft_steps}")
+    most = first.num_draft_steps
+    demand(tokens[0] <= most, "tokens[0]", tokens[0], f"{_named(first)} drafts {most}")
 
 
 def _check_tokens(tokens: Sequence[int], count: int) -> None:
-    if len(tokens) != count:
-        raise ValueError(
-            f"tokens={printable(list(tokens))} is invalid for {count} levels: expected a number for each level"
-        )
+    demand(len(tokens) == count, "tokens", list(tokens), f"expected a number for each level, {count} in all")
     limit = integer(_MOST)
     for index, each in enumerate(tokens):
         demand(limit.valid(each), f"tokens[{index}]", each, f"expected {limit.wanted}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ...core.checks import demand
 from ...drafters.base.target_weights import TargetWeights, borrow
 from ...training.data.conversations import TokenizedConversation
 from ...training.data.features import Features, read_features
@@ -60,8 +61,7 @@ class CoTraining(TrainerCallback):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         for name, value in (("every", every), ("passes", passes), ("batch_size", batch_size), ("chains", chains)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is invalid: expected 1 or more")
+            demand(value >= 1, name, value, "expected 1 or more")
         if drafter.dtype != torch.float32:
             raise ValueError(
                 f"the drafter is in {drafter.dtype}, which loses small updates: load it with dtype=torch.float32"

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ...core.checks import demand
 from ...generate.attachment import Attachment
 
 logger = logging.get_logger(__name__)
@@ -31,8 +32,7 @@ class DraftingLog(TrainerCallback):
     """
 
     def __init__(self, attachment: Attachment, window: int = 4) -> None:
-        if window < 1:
-            raise ValueError(f"window={window} is invalid: expected 1 or more logs")
+        demand(window >= 1, "window", window, "expected 1 or more logs")
         self.attachment = attachment
         self._window, self._warned = window, False
         self._first: list[float] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.checks import are_ascending, is_integer
+from ...core.checks import are_ascending, demand, is_integer
 from ...core.tensors import hooks_of
 from ...runtime.module_hooks import without_hooks
 from ...runtime.target_limits import decoder_layers, text_config
@@ -35,8 +35,7 @@ def checked_layers(model: Any, kept: Sequence[int]) -> list[int]:
 
 def evenly(num_layers: int, num_kept: int, name: str = "num_layers") -> list[int]:
     """Returns layers spread evenly, the first and the last included; a ValueError, on `name`, if there are fewer."""
-    if not 1 <= num_kept <= num_layers:
-        raise ValueError(f"{name}={num_kept} is invalid: expected 1 to {num_layers}, as many as the model has")
+    demand(1 <= num_kept <= num_layers, name, num_kept, f"expected 1 to {num_layers}, as many as the model has")
     return [round(place * (num_layers - 1) / max(num_kept - 1, 1)) for place in range(num_kept)]
 
 

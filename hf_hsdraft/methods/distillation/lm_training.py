@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.checks import public_name
+from ...core.checks import demand, public_name
 from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.plain_config import AnyTarget
 from ...drafters.base.target_weights import DrafterOutput, TargetWeights
@@ -165,20 +165,17 @@ class LMFamily(TrainableFamily):
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> LMTrainingConfig:
         config, steps = text_config(target), self._steps(fields, self.steps)
         self._kept(target, fields)
-        return LMTrainingConfig(
-            config.vocab_size, draft_vocab_size=config.vocab_size, num_draft_steps=steps, hidden_size=config.hidden_size
-        )
+        tokens = {"vocab_size": config.vocab_size, "draft_vocab_size": config.vocab_size}
+        return LMTrainingConfig(**tokens, num_draft_steps=steps, hidden_size=config.hidden_size)
 
     def untrained(self, target: Any, fields: Mapping[str, Any]) -> TrainedLM:
         return self.made(with_layers(target, self._kept(target, fields)), target, fields)
 
     def _steps(self, fields: Mapping[str, Any], default: int) -> int:
         steps: int = fields.get("num_draft_steps", default)
-        if not 1 <= steps <= CausalLMDrafter.num_draft_steps:
-            raise ValueError(
-                f"num_draft_steps={steps} is invalid: expected 1 to {CausalLMDrafter.num_draft_steps}, as a language "
-                "model drafts no deeper"
-            )
+        most = CausalLMDrafter.num_draft_steps
+        wanted = f"expected 1 to {most}, as a language model drafts no deeper"
+        demand(1 <= steps <= most, "num_draft_steps", steps, wanted)
         return steps
 
     def _kept(self, target: Any, fields: Mapping[str, Any]) -> list[int]:
@@ -210,11 +207,9 @@ class LMFamily(TrainableFamily):
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         leave_folder(drafter)
         found = decoder_layers(text_config(drafter.model))
-        if fields.get("num_hidden_layers", found) != found:
-            raise ValueError(
-                f"num_hidden_layers={fields['num_hidden_layers']} is invalid: the drafter to start from has {found}; "
-                "leave it out, or make one by `hsdraft make prune`"
-            )
+        wanted = f"the drafter to start from has {found}; leave it out, or make one by `hsdraft make prune`"
+        layers = fields.get("num_hidden_layers", found)
+        demand(layers == found, "num_hidden_layers", layers, wanted)
         self._ready(drafter, fields)
 
     def _ready(self, drafter: Any, fields: Mapping[str, Any]) -> Any:
@@ -224,8 +219,9 @@ class LMFamily(TrainableFamily):
         size = min(config.vocab_size, len(drafter.model.get_input_embeddings().weight))
         steps = self._steps(fields, max(self.steps, options.num_assistant_tokens))
         name = public_name(fields.get("target_name", ""))
+        tokens = {"vocab_size": size, "draft_vocab_size": size}
         drafter.config = LMTrainingConfig(
-            size, draft_vocab_size=size, num_draft_steps=steps, target_name=name, hidden_size=config.hidden_size
+            **tokens, num_draft_steps=steps, target_name=name, hidden_size=config.hidden_size
         )
         drafter.num_draft_steps = steps
         if "num_draft_steps" in fields:

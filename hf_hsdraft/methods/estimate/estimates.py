@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from ...core.checks import demand
 from ...drafters.base.protocol import Drafter
 from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
@@ -96,11 +97,9 @@ class Work:
     def __post_init__(self) -> None:
         positive = {**vars(self), "cached": 1, "sharded": 1, "rolled_fraction": 1}
         for name, number in positive.items():
-            if number is not None and not 0 < number < math.inf:
-                raise ValueError(f"{name}={number!r} is invalid: expected a number above 0")
+            demand(number is None or 0 < number < math.inf, name, number, "expected a number above 0")
         for name in ("chains_per_token", "rolled_fraction"):
-            if not 0 <= (share := getattr(self, name)) <= 1:
-                raise ValueError(f"{name}={share!r} is invalid: expected a share from 0 to 1")
+            demand(0 <= (share := getattr(self, name)) <= 1, name, share, "expected a share from 0 to 1")
 
 
 def estimate(config: PreTrainedConfig, drafter: HSDraftConfig, **work: Any) -> Estimate:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from ...core.checks import demand
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...hub.checkpoint import Checkpoint
 from ...training.families.trainable import TRAINABLE
@@ -80,11 +81,9 @@ class SteeredLMFamily(LMFamily):
 
     def continued(self, drafter: TrainedSteeredLM, fields: Mapping[str, Any]) -> None:
         found = list(drafter.taps)
-        if fields.get("target_tap_layers", found) != found:
-            raise ValueError(
-                f"target_tap_layers={fields['target_tap_layers']} is invalid: the drafter to start from reads {found}; "
-                "leave it out, or start from the language model alone"
-            )
+        wanted = f"the drafter to start from reads {found}; leave it out, or start from the language model alone"
+        taps = fields.get("target_tap_layers", found)
+        demand(taps == found, "target_tap_layers", taps, wanted)
         super().continued(drafter, fields)
 
     def _frozen(self, drafter: TrainedSteeredLM) -> TrainedSteeredLM:
