@@ -1,17 +1,25 @@
-"""Divergences of DistillSpec (section 4), LK losses and FastVLM, which gained nothing here over those of the core.
+"""Divergences of DistillSpec (section 4), LK losses and FastVLM, which gained nothing here over those of the core, and
+weights of predictions by how the drafter itself would fare: D-PACE, and the depths that greedy decoding reaches.
 
 `nla` and `lk_hybrid` aim at the acceptance of rejection sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q).
+
+The weights of a chain's first depth need the last depth's. So all logits are computed once more beforehand, which takes
+another product with the drafter's head and the target's for each prediction.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ..training.loss.objectives import OBJECTIVES, Objective, forward_kl, kl, total_variation
+from ..training.loss.chains import ChainLabels
+from ..training.loss.loss import WEIGHTINGS, Score
+from ..training.loss.objectives import OBJECTIVES, Objective, forward_kl, hard_labels, kl, total_variation
 
-_LK_DECAY = 3.0
+_LK_DECAY, _FLOOR = 3.0, 0.5
 
 
 def reverse_kl(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -58,3 +66,62 @@ OBJECTIVES["total_variation"] = Objective(total_variation)
 OBJECTIVES["kl_ce"] = Objective(forward_kl, 0.5)  # two of the three parts of FastVLM's loss
 OBJECTIVES["nla"] = Objective(nla)
 OBJECTIVES["lk_hybrid"] = Objective(lk_hybrid)
+
+
+def d_pace(probabilities: torch.Tensor, valid: torch.Tensor, floor: float = _FLOOR) -> torch.Tensor:
+    """Returns weights by the drafter's own estimate of how far its chains are accepted (D-PACE).
+
+    With s_j = (1 - floor) q_j(y_j) + floor at depth j, and s_j = 1 where nothing is predicted, a chain reaches depth m
+    with P_m = prod_{j <= m} s_j. The weight of depth k is w_k = sum_{m >= k} P_m. With a floor of 0, the gradient of
+    sum_k w_k (-log q_k(y_k)) is that of -sum_m P_m, minus the expected number of accepted tokens.
+
+    Args:
+        probabilities: `[S, K]`, the drafter's probability q_j(y_j) of each label. They need no gradients.
+        floor: between 0 and 1. It keeps the weights of deep predictions up while the drafter is still bad.
+
+    Returns:
+        `[S, K]`, between 0 and K.
+    """
+    accepted = torch.where(valid, (1 - floor) * probabilities + floor, 1.0)
+    return accepted.cumprod(dim=1).flip(1).cumsum(dim=1).flip(1)
+
+
+def reached(right: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Returns 1 where greedy decoding would reach a depth (SpecBlock), by `right` `[S, K]`: all before were right."""
+    passed = torch.where(valid, right, True).to(torch.float32).cumprod(dim=1)
+    return torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], dim=1)
+
+
+@torch.no_grad()
+def _foreseen(
+    total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the drafter's probabilities of `hard_labels` `[S, K]`, and whether they are its first choices."""
+
+    def score(
+        logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        probability = hard_labels(logits, teacher, best).neg().exp()
+        right = chosen == best
+        return probability.sum(), torch.stack([probability, right.to(probability.dtype)], dim=-1)
+
+    kind = place.device.type
+    # Parameters that are cast here, without gradients, must not stand in for those that need them.
+    with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
+        _, found = total(score)
+    known = found.new_ones(labels.valid.numel(), 2)
+    known[place] = found
+    probability, right = known.unbind(dim=-1)
+    return probability.view_as(labels.valid), right.view_as(labels.valid) > 0
+
+
+def _d_pace(total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels) -> torch.Tensor:
+    return d_pace(_foreseen(total, place, labels)[0], labels.valid)
+
+
+def _reached(total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels) -> torch.Tensor:
+    return reached(_foreseen(total, place, labels)[1], labels.valid)
+
+
+WEIGHTINGS["d-pace"] = _d_pace
+WEIGHTINGS["valid-prefix"] = _reached

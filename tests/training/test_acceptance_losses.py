@@ -10,9 +10,8 @@ import torch
 from conftest import make_target
 from test_trainable import borrow, fresh, loss_of, packed
 
-from hf_hsdraft.methods.losses import nla
+from hf_hsdraft.methods.losses import d_pace, nla
 from hf_hsdraft.methods.on_policy import RejectedDrafts, rejected_draft
-from hf_hsdraft.methods.weightings import d_pace
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loop.arguments import training_arguments
 from hf_hsdraft.training.loss import loss as loss_module
