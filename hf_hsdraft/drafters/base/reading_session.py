@@ -255,9 +255,11 @@ Columns = tuple[torch.Tensor, ...]  # pending inputs, each `[n, ...]`; the last 
 class ReadingSession(TreeSession):
     """Queues accepted positions, and reads them in one forward for the batch before the next draft.
 
-    Families implement `columns`, the queued inputs, and `read`, which stores their keys and values. `layers` is the
-    number of layers that attend to accepted positions, at most to `window` of them.
+    Families implement `read`, which stores keys and values of the queued inputs. `layers` is the number of layers that
+    attend to accepted positions, at most to `window` of them.
     """
+
+    reads_tokens = True  # whether an input has the embedding of the token after its position
 
     def __init__(
         self, drafter: Any, weights: TargetWeights, call: Call, layers: int, window: int | None = None
@@ -272,8 +274,12 @@ class ReadingSession(TreeSession):
         self.takes_new_texts = self._refiner is None
 
     def columns(self, news: Accepted) -> Columns:
-        """Returns the inputs to queue, on the drafter's device."""
-        raise NotImplementedError
+        """Returns the inputs to queue, on the drafter's device: taps, embeddings if they are read, and positions."""
+        device, dtype = self.drafter.device, self.drafter.dtype
+        taps, positions = news.taps.to(device, dtype), news.positions.to(device)
+        if not self.reads_tokens:
+            return taps, positions
+        return taps, news.next_embeds(self.weights.embed).to(device, dtype), positions
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
         """Stores keys and values of queued inputs in `slots`; `counts` are each row's positions, row by row."""
@@ -353,9 +359,7 @@ class ParallelSession(ReadingSession):
     context states of the taps, and its `context_keys` each layer's keys and values of them.
     """
 
-    def columns(self, news: Accepted) -> Columns:
-        device = self.drafter.device
-        return news.taps.to(device, self.drafter.dtype), news.positions.to(device)
+    reads_tokens = False
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
         taps, positions = columns

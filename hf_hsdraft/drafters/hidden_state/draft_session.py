@@ -191,6 +191,8 @@ class _Row:
 class HSDraftSession(ParallelSession):
     """Drafts trees (or chains) for a batch; at the end of a call it warns of poor drafts due to another target."""
 
+    reads_tokens = True
+
     def __init__(
         self,
         drafter: HSDraftNetwork,
@@ -249,10 +251,6 @@ class HSDraftSession(ParallelSession):
 
     def restore(self, saved: Any) -> None:
         self._roll_out.restore(saved)
-
-    def columns(self, news: Accepted) -> Pairs:
-        taps, positions = super().columns(news)
-        return taps, news.next_embeds(self.weights.embed), positions
 
     def read_pending(self, rows: Sequence[int]) -> None:
         """Reads what is queued but for the last part of each row, which a draft reads when it rolls from its end."""

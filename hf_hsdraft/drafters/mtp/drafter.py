@@ -25,7 +25,7 @@ from ...runtime.target_parts import decoding_model
 from ..base.auto_drafter import Found, register_finder
 from ..base.draft_options import DraftOptions, default_options
 from ..base.plain_config import TargetSizes
-from ..base.protocol import Accepted, Ask, Call, Drafter, Read, weights_of
+from ..base.protocol import Ask, Call, Drafter, Read, weights_of
 from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
 from ..base.registry import Fit, Format, TargetInfo, empty_model, fit_of, misfit, register_format
 from ..base.saved_drafter import Placement, take_options
@@ -104,10 +104,6 @@ class MtpSession(LevelSession):
         ids = torch.arange(layers.vocab_size, device=layers.device)
         super().__init__(drafter, TargetWeights(layers.embed, None, ids), call, layers.num_stored)
         self.kind = (layers.count, self._used, layers.dtype, layers.device)
-
-    def columns(self, news: Accepted) -> Columns:
-        device, dtype, embeds = self._layers.device, self._layers.dtype, news.next_embeds(self._layers.embed)
-        return news.taps.to(device, dtype), embeds.to(device, dtype), news.positions.to(device)
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
         every, block = [column.split(list(counts.values())) for column in (*columns, slots.slots)], TUNING.mask_rows

@@ -17,7 +17,7 @@ from ...drafters.base.decoder_layer import Attention, DecoderLayer, LayerSizes, 
 from ...drafters.base.draft_options import REFINER_OPTIONS, DraftOptions
 from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.plain_config import FLAG
-from ...drafters.base.protocol import Accepted, Ask, Call, Read, weights_of
+from ...drafters.base.protocol import Ask, Call, Read, weights_of
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import StateDrafter
@@ -187,6 +187,8 @@ register_drafter(SpecFormerConfig.model_type, SpecFormerConfig, SpecFormerDrafte
 class SpecFormerSession(ParallelSession):
     """Drafts trees (or chains) for a batch. Only the last position of each text attends to those before it."""
 
+    reads_tokens = True
+
     def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
         super().__init__(drafter, weights, call, 1)
@@ -195,11 +197,6 @@ class SpecFormerSession(ParallelSession):
         self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place
         # The fused inputs of each text's last position read.
         self._last = torch.zeros(call.rows, config.hidden_size, dtype=drafter.dtype, device=drafter.device)
-
-    def columns(self, news: Accepted) -> Columns:
-        device, dtype = self.drafter.device, self.drafter.dtype
-        embeds = news.next_embeds(self.weights.embed)
-        return news.taps.to(device, dtype), embeds, news.positions.to(device)
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
         drafter, part = self.drafter, self.drafter.context_attn
