@@ -75,7 +75,7 @@ def test_drafts_are_those_of_transformers(model_type, count):
         expansion, found = session.expansion([ask], count, session.options_for(ask)), []
         token, numbers = ids[None, end : end + 1], None
         for level in range(1, count + 1):
-            scores, numbers = expansion.logits(level, token, numbers)
+            scores, numbers = expansion.levels(level, token, numbers)
             found.append(scores[0, 0])
             token = scores.argmax(-1)
         torch.testing.assert_close(torch.stack(found), logits[0], rtol=1e-4, atol=1e-4)
@@ -114,7 +114,7 @@ def test_what_a_tree_says_of_a_path_is_what_a_chain_along_it_says(which, tmp_pat
     asks = [Ask(row, int(ids[-1]), depth, 20, 4) for row, ids in enumerate(texts)]
     expansion = batch.expansion(asks, depth, batch.options_for(asks[0]))
     roots = torch.tensor([[ask.root] for ask in asks])
-    scores, states = expansion.logits(1, roots, None)
+    scores, states = expansion.levels(1, roots, None)
     level_paths: list[list[tuple[int, ...]]] = [[()], [()]]
     seen = {0: {(): scores[0, 0]}, 1: {(): scores[1, 0]}}
     above = states
@@ -127,16 +127,16 @@ def test_what_a_tree_says_of_a_path_is_what_a_chain_along_it_says(which, tmp_pat
             for row in (0, 1)
         ]
         above = above.gather(1, owners[..., None])
-        scores, above = expansion.logits(level, tokens, above)
+        scores, above = expansion.levels(level, tokens, above)
         for row in (0, 1):
             seen[row].update({path: scores[row, place] for place, path in enumerate(level_paths[row])})
     for row, ids in enumerate(texts):
         for path, found in seen[row].items():
             alone = session_of([ids])
             chain = alone.expansion([Ask(0, int(ids[-1]), depth, depth, 1)], depth, alone.options_for(asks[0]))
-            expected, state = chain.logits(1, ids[None, -1:], None)
+            expected, state = chain.levels(1, ids[None, -1:], None)
             for level, token in enumerate(path, start=2):
-                expected, state = chain.logits(level, torch.tensor([[token]]), state)
+                expected, state = chain.levels(level, torch.tensor([[token]]), state)
             torch.testing.assert_close(found, expected[0, 0], rtol=1e-4, atol=1e-4)
 
 
@@ -186,7 +186,7 @@ def test_a_next_call_on_the_same_cache_drafts_as_one_whole_text():
         at = torch.arange(begin, end)
         session.observe([Accepted(0, [int(ids[end])], states[begin:end], at, ids[begin + 1 : end + 1])])
         ask = Ask(0, int(ids[end]), 4, 4, 1)
-        return session.expansion([ask], 4, session.options_for(ask)).logits(1, ids[None, end : end + 1], None)[0]
+        return session.expansion([ask], 4, session.options_for(ask)).levels(1, ids[None, end : end + 1], None)[0]
 
     first, second, whole = (drafter.session(Call(target, 1, DraftOptions.of(drafter))) for _ in range(3))
     told(first, 0, 12)

@@ -252,7 +252,7 @@ def parity(case: Case) -> Parity:
         expansion = session.expansion([ask], case.count, session.options_for(ask))
         token, numbers, found = ids[None, end : end + 1], None, []
         for level in range(1, case.count + 1):
-            scores, numbers = expansion.logits(level, token, numbers)
+            scores, numbers = expansion.levels(level, token, numbers)
             found.append(scores[0, 0])
             token = scores.argmax(-1)
         wanted = made.logits(ids[: end + 1], states[:end])
