@@ -1,7 +1,9 @@
 """Several answers to a request, the log-probabilities of their tokens and their form, beside other requests."""
 
+import asyncio
 import json
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -9,8 +11,12 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from serve_helpers import WINDOW, serving
+from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from hf_hsdraft.serve.grammars import Grammars
+from hf_hsdraft.serve.requests import ChatRequest
 
 
 @pytest.fixture(scope="module", params=[4, 1])
@@ -127,3 +133,32 @@ def test_answers_have_the_form_that_each_request_asks_for(most):
         beams = {"response_format": form, "extra_body": {"generation_config": '{"num_beams": 2}'}}
         with pytest.raises(openai.BadRequestError, match="not supported with beams"):
             served.ask("q", **beams)
+
+
+def test_a_grammar_that_takes_too_long_holds_up_no_other(monkeypatch):
+    pytest.importorskip("xgrammar")
+    ended, late = threading.Event(), {"type": "object", "title": "late"}
+
+    def compiled(self, schema: str) -> str:
+        if "late" in schema:
+            ended.wait(30)
+        return schema
+
+    monkeypatch.setattr(Grammars, "_compiled", compiled)
+
+    async def asked() -> list:
+        grammars, found = Grammars(None, None, 0.3), []
+        for schema in (late, {"type": "object"}, late, {"type": "object"}):
+            form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+            chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "q"}], "response_format": form})
+            try:
+                found.append(await grammars.of(chat))
+            except HTTPException as error:
+                found.append(error.status_code)
+        return found
+
+    try:
+        first, other, second, further = asyncio.run(asked())
+    finally:
+        ended.set()
+    assert (first, second, further) == (503, 503, 503) and "object" in other  # two of them may be late at once
