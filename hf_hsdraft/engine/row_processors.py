@@ -114,6 +114,21 @@ class GrammarProcessor:
             self._read.append(token)
 
 
+class _LeastLength:
+    """As a processor of the library that forbids an end before some length, without a mask of the whole vocabulary."""
+
+    def __init__(self, processor: Any) -> None:
+        new = type(processor) is logits_process.MinNewTokensLengthLogitsProcessor
+        self._least = processor.prompt_length_to_skip + processor.min_new_tokens if new else processor.min_length
+        self._ends: torch.Tensor = processor.eos_token_id
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[-1] >= self._least:
+            return scores
+        ends = self._ends.to(scores.device)
+        return scores.index_fill(1, ends[(ends >= 0) & (ends < scores.shape[-1])], -torch.inf)
+
+
 def _of_library(*names: str) -> tuple[type, ...]:
     """Classes of the library by name, as far as the installed version has them."""
     return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
@@ -248,9 +263,11 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
     """The processor for a batch of this row alone, with the row's part of its state."""
     if GrammarProcessor.takes(processor):
         return GrammarProcessor(processor, row)
+    kind = type(processor)
+    if kind in (logits_process.MinLengthLogitsProcessor, logits_process.MinNewTokensLengthLogitsProcessor):
+        return _LeastLength(processor)
     if rows == 1:
         return processor
-    kind = type(processor)
     if kind is logits_process.PrefixConstrainedLogitsProcessor:
         allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
         return kind(lambda batch_id, ids: allowed(prompt, ids), num_beams=1)
