@@ -38,7 +38,7 @@ _MODULES = {
     "attached": "generate.attachment",
     "connect": "remote.connecting",
     "detach": "generate.attachment",
-    "FinishedText": "batching.scheduler",
+    "FinishedText": "batching.requests",
     "erase_history": "drafters.lookup.history",
     "generate_many": "batching.generate_many",
     "harmless": "runtime.foreign_parts",

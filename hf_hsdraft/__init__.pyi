@@ -2,7 +2,7 @@
 
 from ._version import __version__ as __version__
 from .batching.generate_many import generate_many as generate_many
-from .batching.scheduler import FinishedText as FinishedText
+from .batching.requests import FinishedText as FinishedText
 from .core.draft_tree import DraftTree as DraftTree
 from .core.statistics import DraftStatistics as DraftStatistics
 from .drafters.base.auto_drafter import AutoDrafter as AutoDrafter

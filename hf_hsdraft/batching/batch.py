@@ -130,6 +130,8 @@ class Batch(LocalTarget):
         runtime.leaves_gaps = self._texts_leave = False  # they leave by `change`
         runtime.rows = TextRows.of_slots(list(runtime.rows.kept), device_of(call.target))
         self.rows, self.texts.at[0] = [], text
+        self._misread: int | None = None  # number of slots with which drafts were misread
+        self._several: bool | None = None  # whether what is known is of several texts
 
     def begin(self, drafting: Drafting) -> None:
         """Lets the first text in."""
@@ -171,11 +173,32 @@ class Batch(LocalTarget):
         self._runtime.num_texts = len(rows)
         self._roots[:] = [self.texts.at[row].root if row in rows else 0 for row in range(self._call.rows)]
         self._limits.look_ahead()
-        if self._limits.options.depth:
-            self._limits.keep_up(rows)
+        if self._misread is not None and self._runtime.length < self._misread:
+            self._limits.begin_again()
+            self._misread = None
+        if self._several != (len(rows) > 1):
+            self._several, self._limits.known_until = len(rows) > 1, 0
+        if self._limits.options.depth and self._runtime.length >= self._limits.known_until:
+            self._keep_up(rows)
         if joined:
             drafting.observe([self.texts.at[row].news_of_prompt(row, self.own_taps) for row in joined])
         self.set_pace(drafting, min(len(rows) / max(before, 1), 1.0))
+
+    def prepare(self, drafting: Drafting) -> None:
+        if self._outgrown and self._keep_up(self.rows):
+            self.set_pace(drafting)
+
+    def _keep_up(self, rows: Sequence[int]) -> bool:
+        """Renews what may be drafted. Sessions stay, so that texts are drafted for again in a shorter batch."""
+        changed = self._limits.keep_up(rows)
+        if self._limits.options.depth == 0:
+            self._misread = self._runtime.length
+        return changed
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is drafted; empty if something may be."""
+        return self._limits.reason
 
     def news(self, read: Any, verdicts: dict[int, Verdict]) -> list[Accepted]:
         found = super().news(read, verdicts)
@@ -204,6 +227,7 @@ class BatchKeeper(Keeper):
             own.drafted_nodes.append(nodes)
             own.round_rows.append(0)
             own.relaxed_tokens += each.num_relaxed
+            own.reason = own.reason or self._batch.reason
         self.statistics = DraftStatistics()
 
 
@@ -227,18 +251,27 @@ class Running:
         history: Any,
         text: Text,
         total: DraftStatistics,
+        drafts: bool = True,
     ) -> Running:
-        """Begins a batch of `places` rows with its first text; `total` gets the sums over all rounds."""
+        """Begins a batch of `places` rows with its first text; `total` gets the sums over all rounds.
+
+        Without `drafts` that stays its only text, and grows as in plain decoding.
+        """
         device, runtime = device_of(target), text.handed_over()
         texts = BatchTexts(text.decoded.verifier, places, embedded_tokens(target))
+        options = options if drafts else replace(options, depth=0)
         call = Call(target, places, options, texts, runtime, history=history)
         with contextlib.ExitStack() as unless_begun:
             unless_begun.enter_context(call.stack)
             batch = Batch(call, drafter.taps_of(target), text)
             session = drafter.session(call)
             drafting = Drafting(drafter, call, session if session.takes_new_texts else TextSessions(drafter, call))
-            batch.begin(drafting)
             acceleration = runtime.acceleration
+            if not drafts:
+                drafting.rest()
+                runtime.read_chains()
+                acceleration.off = True
+            batch.begin(drafting)
             acceleration.begin(options.packed_weights, _ROOM, options.compiled_layers)
             batch.set_pace(drafting)  # which depends on the acceleration
             keeper = BatchKeeper(batch, total, device)

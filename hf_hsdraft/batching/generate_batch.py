@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ..generate.attachment import attached
 from ..generate.generate_hook import wrap
 from .generate_many import generate_many
-from .scheduler import FinishedText
+from .requests import FinishedText
 
 _BATCH = 8
 

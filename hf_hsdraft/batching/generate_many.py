@@ -13,7 +13,8 @@ import torch
 
 from ..drafters.base.protocol import Drafter
 from ..generate.attachment import Attachment, attached
-from .scheduler import ContinuousBatching, FinishedText
+from .requests import FinishedText
+from .scheduler import ContinuousBatching
 
 _SEED = "seed"
 

@@ -46,6 +46,15 @@ class PrefixCache:
         self._most, self.size, self._clock = most, 0, 0
         self._roots: dict[Hashable, _Part] = {}
 
+    def known(self, kind: Hashable, ids: Sequence[int]) -> int:
+        """Number of first tokens that `fill` would put in a cache of plain layers."""
+        count = sum(count for _, count in self._along(self._roots[kind], ids)) if kind in self._roots else 0
+        return count if count >= _LEAST else 0
+
+    def shared(self, ids: Sequence[int], others: Sequence[int]) -> bool:
+        """Whether a prompt that goes on like this will begin like another, with what is worth holding."""
+        return len(others) <= self._most and list(ids[:_LEAST]) == list(others[:_LEAST])
+
     def fill(self, kind: Hashable, ids: Sequence[int], cache: Cache | None) -> list[torch.Tensor]:
         """Puts what is known of a prompt's beginning in its empty `cache`; returns its taps `[1, n, D]`, if any.
 

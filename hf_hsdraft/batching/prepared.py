@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import DynamicCache, StoppingCriteria
+from transformers.cache_utils import DynamicLayer
 
 from ..core.cache_name import given_cache
 from ..core.refusals import DraftingRefused
 from ..core.statistics import DraftStatistics
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter, Session, WrappedDrafter
-from ..engine.decoding import check_call, check_verifier, speculative_decoding
+from ..engine.decoding import check_call, check_verifier, first_prompt, introduce, speculative_decoding
 from ..engine.row_processors import is_row_wise
 from ..runtime.foreign_parts import look_at
 from ..runtime.target_limits import why_in_step
@@ -61,6 +62,13 @@ class Prepared:
         found += [one for one in own if not getattr(one, "row_wise", False)]
         return {id(one) for one in found if one is not None}
 
+    def fits_beside(self, others: Sequence[Prepared], most: int | None) -> bool:
+        """Whether it fits beside others in a cache of `most` tokens, with its options and its own objects."""
+        if any(self.options != each.options or self.with_state & each.with_state for each in others):
+            return False
+        longest = max(each.config.max_length for each in (self, *others))
+        return most is None or not others or (len(others) + 1) * longest <= most  # else it is refused when it begins
+
     def alone(self, statistics: DraftStatistics) -> Any:
         """Decodes it as a separate call, without drafts where they are refused; returns what `generate()` does.
 
@@ -75,13 +83,18 @@ class Prepared:
             plain = {name: value for name, value in self.call.items() if name != "tokenizer"}
             return self.target._sample(self.input_ids, **plain)
 
-    def verifier(self) -> Verifier:
-        """Returns the rule that accepts its drafts; raises what a call of its own raises before it does any work."""
+    def verifier(self, drafter: Drafter) -> Verifier:
+        """Returns the rule that accepts its drafts; raises what a call of its own raises before it does any work.
+
+        Lets the `drafter`, with the adapter that it uses, look at its target.
+        """
         processors = self.call["logits_processor"]
         synced = bool(self.call.get("synced_gpus"))
         check_call(self.target, self.drafter, self.input_ids, processors, synced, self.model_kwargs)
         verifier = self.drafter.verifier(self.options)
         check_verifier(verifier, self.target, processors)
+        tokens = first_prompt(self.input_ids, self.model_kwargs)
+        introduce(drafter, self.target, self.call.get("tokenizer"), False, tokens)
         return verifier
 
     def why_alone(self, verifier: Verifier, columns: int) -> str:
@@ -109,7 +122,11 @@ class Prepared:
             ),
             "it has a cache of its own": cache is not None and _may_hold_tokens(cache),
             "its cache has no rows that can be told apart": cache is not None
-            and (type(cache) is not DynamicCache or cache.offloading),
+            and (
+                type(cache) is not DynamicCache
+                or cache.offloading
+                or any(type(layer) is not DynamicLayer for layer in cache.layers)
+            ),
             "it returns hidden states or attentions": config.return_dict_in_generate
             and (config.output_hidden_states or config.output_attentions),
             "its rule of verification draws more than the target does": draws,

@@ -7,10 +7,9 @@ own when it is its turn; the others wait for it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,6 @@ from ..core.tensors import device_of
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter
-from ..engine.decoding import first_prompt, introduce
 from ..engine.draft_limits import draft_size
 from ..engine.drafting import history_for
 from ..engine.loop import decode_round
@@ -30,37 +28,8 @@ from ..runtime.module_hooks import no_hooks_left
 from .batch import Running
 from .prefix_cache import PrefixCache
 from .prepared import Prepared, prepare
-from .text import Reading, Text
-
-_MOST_SEED = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class FinishedText:
-    """A request that is done.
-
-    Attributes:
-        index: number of the request, in the order of `submit`.
-        output: what `generate()` would return, without a cache; what there is of a cancelled text; None after an error.
-        error: what `generate()` would raise.
-        statistics: None where nothing could be drafted.
-        cancelled: whether it ended by `cancel`.
-        reused_tokens: number of tokens of its prompt that an earlier one had read.
-    """
-
-    index: int
-    output: Any
-    error: Exception | None = None
-    statistics: DraftStatistics | None = None
-    cancelled: bool = False
-    reused_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class _Request:
-    index: int
-    arguments: Mapping[str, Any]
-    seed: int
+from .requests import FinishedText, Request
+from .text import Reading, Text, read_on
 
 
 @dataclass
@@ -92,19 +61,21 @@ class ContinuousBatching:
     max_cache_tokens: int | None = None
     prefix_cache_tokens: int = 4096
     statistics: DraftStatistics = field(default_factory=DraftStatistics)
-    alone: dict[str, int] = field(default_factory=dict)
+    alone: Counter[str] = field(default_factory=Counter)
     reused_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("max_batch_size", 1), ("chunk_size", 1), ("prefix_cache_tokens", 0)):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected an integer of {least} or more")
+        self._places = max(self.max_batch_size, 2)  # sessions of one row may read the call's only text
         self._prefixes = PrefixCache(self.prefix_cache_tokens)
         self._take_options(DraftOptions.of(self.drafter))
-        self._waiting, self._cancelled = deque[_Request](), set[int]()
-        self._reading: tuple[_Request, Reading, Any] | None = None
-        self._held: tuple[_Request, Prepared] | None = None  # the first that waits, until it fits
+        self._waiting, self._cancelled = deque[Request](), set[int]()
+        self._reading: list[tuple[Request, Reading, Any]] = []  # prompts, in order
+        self._held: tuple[Request, Prepared] | None = None  # the first that waits, until it fits
         self._texts: dict[int, Text] = {}  # being decoded, by number of request
+        self._undrafted = deque[Text]()  # all of these, one after another, once drafts are refused
         self._running: Running | None = None
         self._numbers, self._gone = itertools.count(), list[FinishedText]()
 
@@ -114,10 +85,6 @@ class ContinuousBatching:
         self._history = history_for(self.drafter, self.target, options)
 
     @property
-    def _places(self) -> int:
-        return max(self.max_batch_size, 2)  # sessions of one row may read the call's only text
-
-    @property
     def busy(self) -> bool:
         """Whether a request waits, is read or is decoded."""
         return bool(self._waiting or self._held or self._reading or self._texts or self._gone)
@@ -125,7 +92,7 @@ class ContinuousBatching:
     @property
     def free(self) -> int:
         """Number of further requests that could be decoded at once."""
-        begun = (self._reading is not None) + (self._held is not None)
+        begun = len(self._reading) + (self._held is not None)
         return self.max_batch_size - len(self._texts) - len(self._waiting) - begun
 
     @property
@@ -148,8 +115,8 @@ class ContinuousBatching:
                 from torch's generator by default.
         """
         index = next(self._numbers)
-        seed = int(torch.randint(_MOST_SEED, (1,))) if seed is None else seed
-        self._waiting.append(_Request(index, dict(arguments), seed))
+        seed = int(torch.randint(2**63 - 1, (1,))) if seed is None else seed
+        self._waiting.append(Request(index, dict(arguments), seed))
         return index
 
     def refuse(self, error: Exception) -> int:
@@ -166,15 +133,13 @@ class ContinuousBatching:
     def step(self) -> list[FinishedText]:
         """Reads a part of the waiting prompts and decodes one round; returns the requests that are done.
 
-        An error of the round is that of all texts in it that have not ended; others are decoded in a new batch.
+        An error of the round is that of all texts in it that have not ended; others are decoded in a new batch. Where
+        the target turns out to read no drafts, they go on without, one after another.
         """
         try:
             with no_hooks_left(self.target):
                 self._drop_cancelled()
-                joining, budget = list[Text](), self.chunk_size
-                while budget > 0 and (self._reading or self._take_next()):
-                    budget -= self._read(budget, joining)
-                self._change(joining)
+                self._change(self._read_prompts())
                 running = self._running
                 if running is not None and running.batch.goes_on():
                     decode_round(running.batch, running.drafting, [running.keeper])
@@ -184,19 +149,30 @@ class ContinuousBatching:
         except Exception as error:
             if not self._texts:
                 raise
-            for text in self._texts.values():
-                text.error = text.error if text.ended else error
-            self._collect()
-            self._drop_batch()
+            self._set_aside(error)
         done, self._gone = self._gone, []
         return done
+
+    def _set_aside(self, error: Exception) -> None:
+        """Ends the batch after an error of a round, which is its texts' unless they can go on without drafts."""
+        drafted = not self._undrafted
+        for text in self._texts.values() if drafted else [self._undrafted[0]]:
+            if drafted and isinstance(error, DraftingRefused):
+                text.statistics.draft_kind, text.statistics.reason = "chain", str(error)
+            elif not text.ended:
+                text.error = error
+        self._collect()
+        self._drop_batch()
+        self._undrafted = deque(self._texts.values())
 
     def close(self) -> None:
         """Frees what is held; texts that have not ended are lost."""
         self._waiting.clear()
         self._gone.clear()
         self._texts.clear()
-        self._held = self._reading = None
+        self._reading.clear()
+        self._undrafted.clear()
+        self._held = None
         self._prefixes = PrefixCache(self.prefix_cache_tokens)
         self._drop_batch()
 
@@ -207,52 +183,40 @@ class ContinuousBatching:
 
     def _take_next(self) -> bool:
         """Takes the first waiting request, if there is a place; returns whether there was one."""
-        if self._held is None and self._waiting and len(self._texts) < self.max_batch_size:
+        full = len(self._texts) + len(self._reading) >= self.max_batch_size
+        if self._held is None and self._waiting and not full:
             request = self._waiting.popleft()
             try:
-                with self._seeded(request):
+                with request.seeded(device_of(self.target)):
                     prepared = prepare(self.target, self.drafter, request.arguments)
                 if isinstance(prepared, Prepared):
                     _ = prepared.options  # an invalid one is this request's error
                     self._held = request, prepared
                 else:  # beams and the like
-                    self._count_alone("it decodes by another method than sampling or greedy search")
-                    self._end(request, prepared)
+                    self.alone["it decodes by another method than sampling or greedy search"] += 1
+                    self._gone.append(FinishedText(request.index, prepared))
                     return True
             except Exception as error:
-                self._end(request, error=error)
+                self._gone.append(FinishedText(request.index, None, error))
                 return True
-        if self._held is None or len(self._texts) >= self.max_batch_size or not self._fits(self._held[1]):
+        others = [*(each.prepared for each in self._texts.values()), *(each.prepared for _, each, _ in self._reading)]
+        if self._held is None or full or not self._held[1].fits_beside(others, self.max_cache_tokens):
             return False
         (request, prepared), self._held = self._held, None
         try:
             self._begin(request, prepared)
         except Exception as error:
-            self._end(request, error=error)
+            self._gone.append(FinishedText(request.index, None, error))
         return True
 
-    def _fits(self, prepared: Prepared) -> bool:
-        """Whether a text fits in beside those being decoded: in the cache, with its options and its own objects."""
-        lengths = [each.prepared.config.max_length for each in self._texts.values()]
-        longest = max([prepared.config.max_length, *lengths])
-        if not self._texts:  # one that can never fit is refused by `_begin`
-            return True
-        if prepared.options != self._options:
-            return False
-        if any(prepared.with_state & each.prepared.with_state for each in self._texts.values()):
-            return False
-        return self.max_cache_tokens is None or (len(lengths) + 1) * longest <= self.max_cache_tokens
-
-    def _begin(self, request: _Request, prepared: Prepared) -> None:
+    def _begin(self, request: Request, prepared: Prepared) -> None:
         length, most = prepared.config.max_length, self.max_cache_tokens
         if most is not None and length > most:
             raise ValueError(f"a text of up to {length} tokens does not fit: expected at most max_cache_tokens={most}")
         if prepared.options != self._options:
             self._take_options(prepared.options)
         try:
-            verifier = prepared.verifier()
-            tokens = first_prompt(prepared.input_ids, prepared.model_kwargs)
-            introduce(self._drafter, self.target, prepared.call.get("tokenizer"), False, tokens)
+            verifier = prepared.verifier(self._drafter)
         except DraftingRefused as refusal:
             self._decode_alone(request, prepared, str(refusal))
             return
@@ -262,62 +226,54 @@ class ContinuousBatching:
             self._decode_alone(request, prepared, why)
             return
         taps = sorted({*self._drafter.taps_of(self.target), *verifier.taps})
-        self._reading = request, Reading(prepared, taps, self._prefixes), verifier
+        self._reading.append((request, Reading(prepared, taps, self._prefixes), verifier))
 
-    def _decode_alone(self, request: _Request, prepared: Prepared, why: str) -> None:
-        self._count_alone(why)
-        statistics = DraftStatistics()
-        with self._seeded(request):
+    def _decode_alone(self, request: Request, prepared: Prepared, why: str) -> None:
+        self.alone[why] += 1
+        self._gone.append(request.alone(prepared, device_of(self.target)))
+
+    def _read_prompts(self) -> list[Text]:
+        """Reads on in prompts, up to `chunk_size` tokens; returns the texts whose prompts are read."""
+        joining, budget = list[Text](), 0 if self._undrafted else self.chunk_size
+        while budget > 0:
+            while self._take_next():
+                pass
+            if not self._reading:
+                break
             try:
-                output = prepared.alone(statistics)
-            except Exception as error:
-                self._end(request, error=error)
-            else:
-                self._end(request, output, statistics=statistics if statistics.target_forwards else None)
+                budget -= read_on([reading for _, reading, _ in self._reading], budget)
+            except Exception as error:  # then the first is read by itself
+                request, *_ = self._reading.pop(0)
+                self._gone.append(FinishedText(request.index, None, error))
+            done = [each for each in self._reading if not each[1].left]
+            self._reading = [each for each in self._reading if each[1].left]
+            joining += [text for each in done if (text := self._begun(*each)) is not None]
+        return joining
 
-    @contextlib.contextmanager
-    def _seeded(self, request: _Request) -> Iterator[None]:
-        """Draws inside by the request's seed, and afterwards goes on where torch's generators were."""
-        device = device_of(self.target)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(request.seed)
-            yield
-
-    def _count_alone(self, why: str) -> None:
-        self.alone[why] = self.alone.get(why, 0) + 1
-
-    def _read(self, most: int, joining: list[Text]) -> int:
-        """Reads on in the prompt that is being read; returns the number of tokens."""
-        if self._reading is None:
-            return 0
-        request, reading, verifier = self._reading
-        before = reading.read
+    def _begun(self, request: Request, reading: Reading, verifier: Any) -> Text | None:
+        """The text whose prompt has been read, with its first token; None if it does not join the batch."""
         try:
-            reading.go_on(most)
-            if not reading.left:
-                self._reading = None
-                text = Text(reading, verifier, request.seed)
-                if why := text.why_alone(draft_size(self._options, self._places)):
-                    self._decode_alone(request, reading.prepared, why)
-                else:
-                    reading.remember()
-                    self.reused_tokens += text.reused
-                    text.begin()
-                    self._texts[request.index] = text
-                    if not text.ended:
-                        joining.append(text)
+            text = Text(reading, verifier, request.seed)
+            if why := text.why_alone(draft_size(self._options, self._places)):
+                self._decode_alone(request, reading.prepared, why)
+                return None
+            reading.remember()
+            self.reused_tokens += text.reused
+            text.begin()
         except Exception as error:
-            self._reading = None
-            self._end(request, error=error)
-        return max(reading.read - before, 1)
+            self._gone.append(FinishedText(request.index, None, error))
+            return None
+        self._texts[request.index] = text
+        return None if text.ended else text
 
     def _change(self, joining: list[Text]) -> None:
         """Lets texts join and leave the batch."""
         if self._running is None:
-            if not joining:
+            if not self._undrafted and not joining:
                 return
+            first = self._undrafted[0].read_again() if self._undrafted else joining.pop(0)
             own = self.target, self._drafter, self._options, self._places, self._history
-            self._running = Running.of(*own, joining.pop(0), self.statistics)
+            self._running = Running.of(*own, first, self.statistics, drafts=not self._undrafted)
         running = self._running
         running.batch.change(running.drafting, joining)
         if not running.batch.rows:
@@ -326,15 +282,12 @@ class ContinuousBatching:
 
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, set()
-        gone = [each for each in list(self._waiting) if each.index in cancelled]
-        for request in gone:
+        begun = [request for request, *_ in self._reading] + ([] if self._held is None else [self._held[0]])
+        gone = [each for each in (*self._waiting, *begun) if each.index in cancelled]
+        for request in set(gone).difference(begun):
             self._waiting.remove(request)
-        if self._held is not None and self._held[0].index in cancelled:
-            gone.append(self._held[0])
-            self._held = None
-        if self._reading is not None and self._reading[0].index in cancelled:
-            gone.append(self._reading[0])
-            self._reading = None
+        self._held = None if self._held is not None and self._held[0] in gone else self._held
+        self._reading = [each for each in self._reading if each[0] not in gone]
         self._gone += [FinishedText(each.index, None, cancelled=True) for each in gone]
         for index in cancelled & self._texts.keys():
             self._texts[index].cancelled = True
@@ -343,21 +296,5 @@ class ContinuousBatching:
         """Takes texts that have ended out; they leave the batch before the next round."""
         for index, text in [(index, text) for index, text in self._texts.items() if text.ended]:
             del self._texts[index]
-            output = None
-            try:
-                output = text.finish()
-                if self._history is not None and text.error is None:
-                    self._history.remember([text.prompt_and_answer])
-            except Exception as error:
-                text.error = text.error or error
-            output = None if text.error is not None else output
-            self._gone.append(FinishedText(index, output, text.error, text.statistics, text.cancelled, text.reused))
-
-    def _end(
-        self,
-        request: _Request,
-        output: Any = None,
-        error: Exception | None = None,
-        statistics: DraftStatistics | None = None,
-    ) -> None:
-        self._gone.append(FinishedText(request.index, output, error, statistics))
+            self._gone.append(text.finished(index, self._history))
+        self._undrafted = deque(text for text in self._undrafted if not text.ended)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..core.cache_name import CACHE
 from ..core.draft_tree import DraftTree
@@ -22,9 +23,14 @@ from ..runtime.findings import Size, find_out
 from ..runtime.module_hooks import fingerprint
 from ..runtime.target_limits import furthest_read
 from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
+from ..runtime.tree_reading import TextRows
 from ..verify.verdict import Verdict, Verifier
 from .prefix_cache import PrefixCache
 from .prepared import Prepared
+from .requests import FinishedText
+
+_SHORT = 128  # tokens of a prompt; longer ones gain nothing by sharing a forward
+_PADDED = 1.5  # tokens read together, padding included, for each token of the prompts
 
 
 @dataclass
@@ -51,21 +57,23 @@ class Reading:
         self._cache = copy.deepcopy(kwargs.get(CACHE))  # the request may yet be decoded alone, with its own
         settings = sorted((name, each) for name, each in kwargs.items() if isinstance(each, bool | int | float | str))
         self._kind, self._ids = (_state_of(self.prepared.target), tuple(self.taps_wanted), *settings), ids
-        if self.prepared.config.prefill_chunk_size is None:
-            self.taps = self.prefixes.fill(self._kind, ids[:-1], self._cache)
-            self.read = self.reused = sum(each.shape[1] for each in self.taps)
+        self._whole = self.prepared.config.prefill_chunk_size is not None  # as the call asks
 
     @property
     def left(self) -> int:
         return self.prepared.input_ids.shape[1] - self.read
 
+    def begin(self) -> None:
+        """Takes over what an earlier prompt has read."""
+        if not self.read and not self._whole:
+            self.taps = self.prefixes.fill(self._kind, self._ids[:-1], self._cache)
+            self.read = self.reused = sum(each.shape[1] for each in self.taps)
+
     def go_on(self, most: int) -> None:
         """Reads up to `most` further tokens; all that is left at once if the call asks for parts of its own size."""
         prepared, begin = self.prepared, self.read
-        end = begin + min(self.left, most)
+        end = begin + (self.left if self._whole else min(self.left, most))
         kwargs, config = prepared.model_kwargs, copy.copy(prepared.config)
-        if config.prefill_chunk_size is not None:
-            end = begin + self.left
         for name in ("attention_mask", "position_ids"):
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][..., :end]
@@ -77,10 +85,85 @@ class Reading:
         self.taps.append(self.output.taps)
         self.read = end
 
+    def goes_with(self, others: Sequence[Reading], most: int) -> bool:
+        """Whether it is read in one forward with others, which takes less time for short prompts of similar lengths.
+
+        Not with prompts that begin like it: it waits for what they leave.
+        """
+        if self.read or self._whole or any(each.read or each._kind != self._kind for each in others):
+            return False
+        known = self.prefixes.known(self._kind, self._ids[:-1])
+        if any(each.prefixes.known(self._kind, each._ids[:-1]) != known for each in others):
+            return False
+        if any(self.prefixes.shared(self._ids[known:], each._ids[known:]) for each in others):
+            return False
+        lengths = [each.left - known for each in (*others, self)]
+        return max(lengths) <= _SHORT and len(lengths) * max(lengths) <= min(most, _PADDED * sum(lengths))
+
     def remember(self) -> None:
         """Lets later prompts begin with what has been read."""
         assert self.runtime is not None
         self.prefixes.keep(self._kind, self._ids, self.runtime.cache, torch.cat(self.taps, dim=1))
+
+
+def read_on(readings: Sequence[Reading], most: int) -> int:
+    """Reads up to `most` further tokens of the first prompt, or of several at once; returns their number."""
+    first, together = readings[0], [readings[0]]
+    for each in readings[1:] if first.goes_with([], most) else ():
+        if each.goes_with(together, most):
+            together.append(each)
+    for each in together:
+        each.begin()
+    before = sum(each.read for each in together)
+    if len(together) == 1:
+        first.go_on(most)
+    else:
+        _read_together(together, first.read)
+    return sum(each.read for each in together) - before
+
+
+def _read_together(readings: Sequence[Reading], begin: int) -> None:
+    """Reads all that follows the first `begin` tokens of prompts in one forward, with padding there, and parts them."""
+    first, prompts = readings[0].prepared, [each.prepared.input_ids for each in readings]
+    longest = max(ids.shape[1] for ids in prompts)
+    pads = [longest - ids.shape[1] for ids in prompts]
+
+    def padded(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        parts = zip(values, pads, strict=True)
+        return torch.cat([torch.cat([each[:, :begin], F.pad(each[:, begin:], (pad, 0))], dim=1) for each, pad in parts])
+
+    mask = padded([torch.ones_like(ids) for ids in prompts])
+    caches: list[Any] = [copy.deepcopy(each._cache) for each in readings]
+    for layers in zip(*(each.layers for each in caches), strict=True) if begin else ():
+        for name in ("keys", "values"):
+            setattr(layers[0], name, torch.cat([getattr(each, name) for each in layers]))
+    kwargs = {**first.model_kwargs, CACHE: caches[0], "attention_mask": mask}
+    kwargs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    config = copy.copy(first.config)
+    config._mask_length = longest
+    whole = TargetRuntime(first.target, readings[0].taps_wanted, kwargs)
+    output = whole.prefill(padded(prompts), config)
+    for place, (each, pad) in enumerate(zip(readings, pads, strict=True)):
+        each.runtime = _apart(whole, place, range(begin, begin + pad))
+        each.output = TargetOutput(output.logits[place : place + 1], output.taps[place : place + 1, pad:])
+        each.taps.append(each.output.taps)
+        each.read = longest - pad
+
+
+def _apart(whole: TargetRuntime, place: int, padding: range) -> TargetRuntime:
+    """A runtime of one text of several whose prompts were read, without the slots of its `padding`."""
+    own, device = whole.apart_of([place]), device_of(whole.target)
+    for layer in own.slots.layers:
+        layer.keys, layer.values = (
+            torch.cat([states[:, :, : padding.start], states[:, :, padding.stop :]], dim=2)
+            for states in (layer.keys, layer.values)
+        )
+    further = own.kwargs[own.names.mask].shape[-1] - len(padding)
+    own.kwargs[own.names.mask] = torch.ones(1, further, dtype=torch.int64, device=device)
+    own.kwargs[own.names.positions] = torch.arange(further, device=device)[None]
+    own.kwargs[CACHE] = own.slots.cache
+    own.num_texts, own.rows = 1, TextRows.of_slots([own.length], device)
+    return own
 
 
 def _state_of(target: Any) -> tuple[Any, ...]:
@@ -115,6 +198,7 @@ class Text:
         self.statistics = DraftStatistics(drafter=type(prepared.drafter).__name__, target=named_target(target))
         self.statistics.target_forwards = self.statistics.row_forwards = 1
         self.root, self.emitted = runtime.length, list[int]()
+        self._tap_layers = reading.taps_wanted
         self._taps = torch.cat(reading.taps, dim=1)[0]
         self.decoded.foresee(output.logits.shape[-1], torch.Generator(ids.device).manual_seed(seed))
         self._logits = output.logits[0, -1:]
@@ -140,6 +224,21 @@ class Text:
         self.emit(tree, self.judge(tree, self._logits, self._rule_taps))
         self.stream()
         self._logits, self._rule_taps = self._logits[:0], self._rule_taps[:0]
+
+    def read_again(self) -> Text:
+        """Reads all but the last token again, for a batch of this text alone; returns the text."""
+        ids = self.decoded.ids.of(0)[:, :-1]
+        more = {
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(ids.shape[1], device=ids.device)[None],
+        }
+        prepared = replace(self.prepared, input_ids=ids, call={**self.prepared.call, **more})
+        reading = Reading(prepared, self._tap_layers, PrefixCache(0))
+        reading.go_on(ids.shape[1])
+        self.runtime, self.root, self._taps = reading.runtime, ids.shape[1], reading.taps[0][0]
+        self.statistics.target_forwards += 1
+        self.statistics.row_forwards += 1
+        return self
 
     @property
     def ended(self) -> bool:
@@ -189,7 +288,19 @@ class Text:
         ids, begin = self.decoded.ids.of(0)[0].tolist(), self.decoded.prompt_length
         return ids[:begin], ids[begin : begin + self.decoded.new_tokens(0)]
 
-    def finish(self) -> Any:
+    def finished(self, index: int, history: Any) -> FinishedText:
+        """Ends it as request `index`; the `history` remembers it, if there is one."""
+        output = None
+        try:
+            output = self._output()
+            if history is not None and self.error is None:
+                history.remember([self.prompt_and_answer])
+        except Exception as error:
+            self.error = self.error or error
+        output = None if self.error is not None else output
+        return FinishedText(index, output, self.error, self.statistics, self.cancelled, self.reused)
+
+    def _output(self) -> Any:
         """Ends the stream; returns what `generate()` would, without a cache: `[1, length]` token ids or an output."""
         if self.error is None:
             self._tried(self.decoded.end_stream)

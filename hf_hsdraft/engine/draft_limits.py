@@ -100,6 +100,7 @@ class DraftLimits:
         self.positions, self._rows = positions, call.rows
         self.options, self.kind, self.reason = call.options, "tree", ""
         self._refused, self._untriable, self._size = refused, untriable, draft_size(call.options, call.rows)
+        self._wanted = call.options
         self.known_until, self.deepest = 0, sys.maxsize
         self.look_ahead()
 
@@ -194,6 +195,11 @@ class DraftLimits:
         reach = zip(self.positions.roots, self.positions.reach(target), strict=True)
         self.ends = [root + each for root, each in reach]
         self.alike_until = length + slots_read_alike(target, length)
+
+    def begin_again(self) -> None:
+        """Forgets that drafts were misread, of texts that have left since."""
+        self.options, self.kind, self.reason, self.known_until = self._wanted, "tree", "", 0
+        self._runtime.acceleration.off = False
 
     def keep_up(self, rows: Sequence[int]) -> bool:
         """Finds out what the target can do beyond `known_until`, or after it has lost slots of the cache.

@@ -79,12 +79,17 @@ class LocalTarget:
             self.rows = staying
             drafting.keep(staying)
             self.set_pace(drafting, share)  # the remaining trees share what is verified
-        limits, runtime = self._limits, self._runtime
-        outgrown = runtime.refusal is not None or runtime.length >= limits.known_until
-        if outgrown and limits.options.depth and self._texts.active and limits.keep_up(self.rows):
+        if self._outgrown and self._limits.keep_up(self.rows):
             self.set_pace(drafting)
             if self._limits.options.depth == 0 and self._call.rows > 1:
                 drafting.rest()
+
+    @property
+    def _outgrown(self) -> bool:
+        """Whether it has to be found out again what may be drafted."""
+        limits, runtime = self._limits, self._runtime
+        outgrown = runtime.refusal is not None or runtime.length >= limits.known_until
+        return outgrown and limits.options.depth > 0 and bool(self._texts.active)
 
     def asks(self) -> list[Wanted]:
         active = self._texts.active

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ..batching.scheduler import ContinuousBatching, FinishedText
+from ..batching.requests import FinishedText
+from ..batching.scheduler import ContinuousBatching
 from ..generate.attachment import Attachment
 
 

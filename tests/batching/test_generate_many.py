@@ -23,8 +23,10 @@ from hf_hsdraft import (
     attach,
     detach,
     generate_many,
+    harmless,
 )
 from hf_hsdraft.batching.scheduler import ContinuousBatching
+from hf_hsdraft.core.cache_name import given_cache
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Session, WrappedDrafter
 
@@ -508,6 +510,134 @@ def test_fuller_batches_draft_less_and_nothing_where_nodes_cost_too_much(target:
 
     assert nodes_of_the_first_round(1, 0.0) > nodes_of_the_first_round(8, 0.0) > 0
     assert nodes_of_the_first_round(8, 1.0) == 0
+
+
+def changed_forward(monkeypatch: Any, target: Any, change: Any) -> None:
+    """A planted fault: `change` gets the cache and the inputs of each forward, and returns what is done afterwards."""
+    forward = type(target.model).forward
+
+    @harmless
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = given_cache(kwargs)
+        kwargs, after = change(cache, kwargs)
+        output = forward(self, *args, **kwargs)
+        after()
+        return output
+
+    monkeypatch.setattr(type(target.model), "forward", changed)
+
+
+@pytest.mark.parametrize("kind", ["hidden_state", "n-grams"])
+@pytest.mark.parametrize("common", [0, 20])
+def test_short_prompts_are_read_in_one_forward(kind: str, common: int, monkeypatch: Any) -> None:
+    """Together from their beginning, or from where what they have in common ends."""
+    target, shapes = make_target(), list[tuple[int, ...]]()
+
+    def change(cache: Any, kwargs: Any) -> Any:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+        return kwargs, lambda: None
+
+    changed_forward(monkeypatch, target, change)
+    begin = torch.arange(10, 10 + common)[None]
+    requests = [{"input_ids": torch.cat([begin, torch.full((1, 1), 40)], dim=1), "max_new_tokens": 20}]
+    for index, length in enumerate([7, 5, 6, 7, 60]):
+        rest = torch.randint(6, VOCAB, (1, length), generator=torch.Generator().manual_seed(index))
+        rest[0, 0] = 41 + index
+        requests.append({"input_ids": torch.cat([begin, rest], dim=1), "max_new_tokens": 9})
+    requests[3] |= {"do_sample": True, "seed": 5}
+    drafter = make_drafter(target) if kind == "hidden_state" else CachebackDrafter()
+    batching = ContinuousBatching(target, drafter, 6)
+    batching.submit(requests[0])
+    found = {each.index: each for each in batching.step()}
+    shapes.clear()
+    for each in requests[1:]:
+        arguments = dict(each)
+        batching.submit(arguments, arguments.pop("seed", 0))
+    found |= {each.index: each for each in batching.step()}
+    assert shapes[0] == (4, 7) and (1, 60) in shapes
+    while batching.busy:
+        found |= {each.index: each for each in batching.step()}
+    assert not batching.alone and [found[index].reused_tokens for index in range(1, 6)] == [common] * 5
+    for index, options in enumerate(requests):
+        assert found[index].error is None
+        assert new_tokens(found[index].output, options) == new_tokens(alone(target, options), options)
+
+
+def test_least_lengths_are_the_library_s(target: Any) -> None:
+    target = make_target(eos_token_id=[4, 9])
+    ids = torch.randint(6, VOCAB, (1, 6), generator=torch.Generator().manual_seed(1))
+    more = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 30}
+    requests = [{"input_ids": ids, **more, "min_new_tokens": least} for least in (1, 8, 25)]
+    requests += [{"input_ids": ids, **more, "min_length": 20, "do_sample": True, "seed": 3, "temperature": 2.0}]
+    for done in generate_many(target, requests, CachebackDrafter()):
+        plain = alone(target, requests[done.index])
+        assert done.output.sequences.tolist() == plain.sequences.tolist()
+        for own, other in zip(done.output.scores, plain.scores, strict=True):
+            assert torch.equal(own.isinf(), other.isinf()) and torch.allclose(own, other, atol=1e-4)
+
+
+def test_a_cache_with_windows_is_decoded_alone_before_its_prompt_is_read(monkeypatch: Any) -> None:
+    fields = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = model_of("gemma2", **fields, head_dim=8, initializer_range=0.3, sliding_window=8)
+    monkeypatch.setattr("hf_hsdraft.batching.text.Reading.go_on", lambda *_: 1 / 0)
+    batching = ContinuousBatching(target, CachebackDrafter())
+    batching.submit({"input_ids": torch.full((1, 12), 7), "max_new_tokens": 5})
+    [done] = batching.step()
+    assert done.error is None and list(batching.alone) == ["its cache has no rows that can be told apart"]
+
+
+def test_where_the_cache_loses_tokens_texts_go_on_without_drafts(monkeypatch: Any) -> None:
+    target, most = make_target(), 120
+
+    def change(cache: Any, kwargs: Any) -> Any:
+        def drop() -> None:
+            for layer in () if cache is None else cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, -most:], layer.values[:, :, -most:]
+
+        return kwargs, drop
+
+    requests = [{"input_ids": torch.full((1, 8 + index), 7 + index), "max_new_tokens": 130} for index in range(4)]
+    requests[1] |= {"do_sample": True, "seed": 4}
+    requests[3]["max_new_tokens"] = 6
+    changed_forward(monkeypatch, target, change)
+    drafter = knowing(target, requests)
+    batching = ContinuousBatching(target, drafter, 3)
+    found = decoded_at_random(batching, requests, 2)
+    for index, options in enumerate(requests):
+        assert found[index].error is None
+        assert new_tokens(found[index].output, options) == new_tokens(alone(target, options), options)
+    assert "loses tokens" in found[0].statistics.reason and not found[3].statistics.reason
+    assert sum(found[0].statistics.accepted_lengths) > 0  # before
+
+
+def test_a_batch_drafts_again_once_a_text_whose_length_is_misread_has_left(monkeypatch: Any) -> None:
+    target = make_target()
+
+    def change(cache: Any, kwargs: Any) -> Any:
+        positions = kwargs.get("position_ids")
+        if cache is not None and cache.get_seq_length() >= 44 and positions is not None and positions.shape[-1] > 1:
+            kwargs["position_ids"] = torch.zeros_like(positions)
+        return kwargs, lambda: None
+
+    changed_forward(monkeypatch, target, change)
+    target.config.keep_last = 44  # a length from which it may read otherwise
+    lengths = [(30, 40), *[(5, 30)] * 5]
+    requests = [
+        {"input_ids": torch.full((1, prompt), 7 + index), "max_new_tokens": new}
+        for index, (prompt, new) in enumerate(lengths)
+    ]
+    batching = ContinuousBatching(target, knowing(target, requests), 2)
+    for each in requests:
+        batching.submit(each)
+    found, batches = {}, set()
+    while batching.busy:
+        found |= {each.index: each for each in batching.step()}
+        batches.add(id(batching._running))
+    for index, options in enumerate(requests):
+        assert new_tokens(found[index].output, options) == new_tokens(alone(target, options), options)
+    assert "nothing is drafted beyond" in found[0].statistics.reason
+    last = found[5].statistics
+    assert len(batches - {id(None)}) == 1 and sum(last.accepted_lengths) > 5 and not last.reason
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
