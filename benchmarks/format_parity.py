@@ -26,11 +26,13 @@ def cases() -> dict[str, Callable[[], Any]]:
         eagle_parity,
         flashmap_parity,
         heads_parity,
+        mtp_alone_parity,
         mtp_parity,
     )
 
     families = (
-        assistant_parity, block_parity, block_variants, eagle_parity, flashmap_parity, heads_parity, mtp_parity,
+        assistant_parity, block_parity, block_variants, eagle_parity, flashmap_parity, heads_parity,
+        mtp_alone_parity, mtp_parity,
     )  # fmt: skip
     return {
         case.name: partial(family.parity, case)

@@ -112,13 +112,12 @@ def info(
 def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     import torch
 
-    from ..drafters.base.published import PublishedNetwork
     from ..drafters.base.readings import told, try_on
     from ..drafters.hidden_state.target_match import explain_mismatch
     from ..generate.by_name import load_drafter
 
     drafter = load_drafter(name, torch.float32, **hub)
-    is_published = isinstance(drafter, PublishedNetwork)
+    is_published = hasattr(drafter, "tried")
     if not is_published:
         _check_hidden_state(drafter, name, "`hsdraft info --target`")
     model, tokenizer = loaded_target(target, torch.float32)

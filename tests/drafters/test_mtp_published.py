@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from oracles import mtp_parity
+from oracles import mtp_alone_parity, mtp_parity
 from oracles.plain_texts import padded
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
@@ -33,7 +33,24 @@ def test_layers_by_published_names_draft_as_the_formula(case):
     assert mtp_parity.parity(case).difference < 1e-4
 
 
-@pytest.mark.parametrize("name", ["Step-3.7 layers", "GLM-5 layers", "MiMo-V2 layers", "EXAONE 4.5 layers"])
+@pytest.mark.parametrize("case", mtp_alone_parity.CASES, ids=lambda case: case.name)
+def test_layers_of_speculators_draft_as_its_class(case):
+    pytest.importorskip("speculators")
+    found = mtp_alone_parity.parity(case)
+    assert found.difference < 1e-4 and found.rejected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Step-3.7 layers",
+        "GLM-5 layers",
+        "MiMo-V2 layers",
+        "EXAONE 4.5 layers",
+        "LongCat-Flash layers",
+        "Nemotron-H layers",
+    ],
+)
 def test_texts_with_published_layers_are_those_of_plain_decoding(name, tmp_path):
     case = next(case for case in mtp_parity.CASES if case.name == name)
     target, inputs = mtp_parity.published(case, tmp_path).target, padded(2)
@@ -72,9 +89,9 @@ def test_layers_alone_in_their_files_draft_as_those_in_the_targets(tmp_path):
 
 
 def test_layers_that_nothing_here_computes_are_told_apart():
-    config = tiny_config(type(AutoConfig.for_model("longcat_flash")))
+    config = tiny_config(type(AutoConfig.for_model("deepseek_v4")))
     target = tiny_model(AutoModelForCausalLM._model_mapping[type(config)], config)
-    with pytest.raises(DraftingRefused, match="one attention, where the model's own layers have two"):
+    with pytest.raises(DraftingRefused, match="mix several streams of hidden states"):
         MtpDrafter.for_target(target)
 
 

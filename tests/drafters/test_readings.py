@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from conftest import edited
+from oracles import mtp_alone_parity
 from oracles.block_parity import CASES as BLOCK_CASES
 from oracles.block_variants import Variant, of_variant
 from oracles.eagle_parity import eagle_target
@@ -76,6 +77,31 @@ def test_a_trial_finds_what_a_drafter_has_learned(name, value):
     assert drafted[0].tolist() == text
     assert getattr(drafter.config, name) == value and drafter.config.untold == ()
     assert drafter.tried[name].startswith(QUESTIONS[name].readings[value])
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_trial_finds_the_state_that_a_layer_for_multi_token_prediction_has_learned(value, tmp_path):
+    pytest.importorskip("speculators")
+    target = mtp_alone_parity.target_of.__wrapped__("qwen3")
+    torch.nn.init.uniform_(target.model.norm.weight, -2, 2)  # else both states are almost the same to the layer's norm
+    model = mtp_alone_parity.model_of(target)
+    model.save_pretrained(tmp_path)
+    drafter = AutoDrafter.from_pretrained(tmp_path, last_tap_is_normed=value)
+    assert drafter.config.untold == () and drafter.config.last_tap_is_normed is value
+    text = target.generate(PROMPT, max_new_tokens=96, do_sample=False)[0].tolist()
+    inner = drafter.of_target(target)
+    for part in inner.layers.own_parts():
+        part.requires_grad_(True)
+    inner.parameters = lambda: [each for part in inner.layers.own_parts() for each in part.parameters()]
+    learn(target, inner, text, 40)
+    inner.reread(last_tap_is_normed=True, untold=("last_tap_is_normed",))
+    drafted = target.generate(PROMPT, max_new_tokens=96, do_sample=False, assistant_model=drafter)
+    assert drafted[0].tolist() == text
+    assert inner.config.last_tap_is_normed is value and inner.config.untold == ()
+    assert drafter.tried["last_tap_is_normed"].startswith(QUESTIONS["last_tap_is_normed"].readings[value])
+    assert drafter.taps_of(target) == ((4,) if value else (5,))
+    lines = describe(str(tmp_path))["drafter"]
+    assert "not told by the files" in lines["last layer's output"]
 
 
 def files(tmp_path, target, **variant):

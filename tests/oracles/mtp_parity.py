@@ -8,6 +8,7 @@ norms. The formula runs these decoder layers, which transformers has, as vLLM's 
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
+from oracles import mtp_blocks
 from oracles.format_parity import Parity
 from oracles.mtp_targets import GENERATING
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
@@ -65,6 +68,8 @@ class Case:
     own_heads: bool = False
     published: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
     told: Mapping[str, Any] = field(default_factory=dict)  # in config.json, beside the target's
+    apart: bool = False  # whether they are published without the target, as NextN
+    made: Callable[[Path], Any] | None = None  # makes target and formula, where no layer of the target is such a layer
 
 
 _DEEPSEEK = {
@@ -96,6 +101,8 @@ class Published:
 @torch.no_grad()
 def published(case: Case, folder: Path) -> Published:
     """Writes a target with such layers, and loads it."""
+    if case.made is not None:
+        return Published(*case.made(folder))
     base = tiny_config(type(AutoConfig.for_model(case.model_type)), case.lists)
     fields = {**base.get_text_config().to_dict(), **case.fields}
     kept = fields["num_hidden_layers"] - case.count
@@ -194,6 +201,19 @@ def _chain(
     return torch.stack(found)
 
 
+def _alone(folder: Path, target: Any) -> MtpDrafter:
+    """Returns the drafter of files that hold the layer of a target's files alone, counted from 0."""
+    last = f".layers.{target.config.num_hidden_layers}."
+    tensors = load_file(folder / "model.safetensors")
+    alone = {name.replace(last, ".layers.0."): each for name, each in tensors.items() if last in name}
+    place = folder / "alone"
+    place.mkdir()
+    save_file(alone, place / "model.safetensors", metadata={"format": "pt"})
+    document = {**target.config.to_dict(), "architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1}
+    (place / "config.json").write_text(json.dumps(document))
+    return AutoDrafter.from_pretrained(place).of_target(target)
+
+
 def _by_type(rotary: Any) -> bool:
     return (
         "layer_type" in rotary.forward.__wrapped__.__code__.co_varnames
@@ -204,6 +224,7 @@ def _by_type(rotary: Any) -> bool:
 
 CASES = (
     Case("DeepSeek-V3 layers, of other depth", "deepseek_v3", told=_NEXTN),
+    Case("NextN, DeepSeek-V3 layers alone", "deepseek_v3", told=_NEXTN, apart=True),
     Case("GLM-4.5 layers", "glm4_moe", told=_NEXTN),
     Case("GLM-4.7-Flash layers", "glm4_moe_lite", told=_NEXTN),
     Case("DeepSeek-V3.2 layers", "deepseek_v32", lists="anew", told=_NEXTN),
@@ -211,6 +232,11 @@ CASES = (
     Case("HY-V3 layers", "hy_v3", parts=_FINAL, told=_NEXTN),
     Case("Ling 2.5 layers", "bailing_hybrid", parts=_FINAL, told=_NEXTN),
     Case("Qwen3-Next layers", "qwen3_next", layer="mtp.layers.{index}.", parts=_QWEN),
+    Case("Qwen3.5 layers", "qwen3_5_text", layer="mtp.layers.{index}.", parts=_QWEN),
+    Case("Qwen3.5-MoE layers", "qwen3_5_moe_text", layer="mtp.layers.{index}.", parts=_QWEN),
+    Case("Qwen3.5 layers, multimodal", "qwen3_5", "model.language_model.layers.", "mtp.layers.{index}.", _QWEN),
+    Case("LongCat-Flash layers", "longcat_flash", made=mtp_blocks.longcat),
+    Case("Nemotron-H layers", "nemotron_h", made=mtp_blocks.nemotron),
     Case("EXAONE-MoE layers", "exaone_moe", layer="mtp.layers.{index}.", parts=_QWEN, told=_NEXTN,
          last={"mlp_layer_types": "dense"}),
     Case("ERNIE 4.5 layers", "ernie4_5_moe", layer="model.mtp_block.{index}.", parts={
@@ -240,7 +266,7 @@ def parity(case: Case) -> Parity:
     """Compares the drafts of a text that is read in pieces with the formula's."""
     with tempfile.TemporaryDirectory() as folder:
         made = published(case, Path(folder))
-        drafter = MtpDrafter.for_target(made.target)
+        drafter = _alone(Path(folder), made.target) if case.apart else MtpDrafter.for_target(made.target)
     drafter.generation_config.num_assistant_tokens = case.count
     ids = torch.randint(2, VOCABULARY, (30,), generator=torch.Generator().manual_seed(0))
     states = made.target(ids[None], output_hidden_states=True).hidden_states[-1][0]

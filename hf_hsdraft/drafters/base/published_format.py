@@ -42,7 +42,7 @@ class Files:
         self.form, self.checkpoint, self.given = form, checkpoint, given
         top = Fields(checkpoint.config, CONFIG)
         if speculators_type(checkpoint):
-            _check_proposals(top)
+            check_proposals(top)
         if form.with_defaults and not form.layers:
             top = _with_defaults(top, form.with_defaults)
         self.top, self._tables = top, {"": top}
@@ -80,7 +80,7 @@ class Files:
             self.table(name).refuse_unread_numbers()
 
 
-def _check_proposals(config: Fields) -> None:
+def check_proposals(config: Fields) -> None:
     """Reads `speculators_config`, if present. Raises a ValueError if it asks for a rule that changes the text."""
     proposals, place = config.table("speculators_config", None), f"{CONFIG}, speculators_config.proposal_methods"
     methods = proposals.values.get("proposal_methods") if proposals else None

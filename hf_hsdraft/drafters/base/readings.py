@@ -64,8 +64,8 @@ QUESTIONS = {
         1.0: "the target's rows as they are (z-lab's torch code from 0.1.0 on, vLLM)",
     }, _scales),
     "last_tap_is_normed": Question("last layer's output", {
-        True: "after the final norm (z-lab)",
-        False: "before it (vLLM, SGLang)",
+        True: "after the final norm (DFlash of z-lab, MTP layers as vLLM runs them)",
+        False: "before it (DFlash in vLLM and SGLang, MTP layers as speculators trains them)",
     }, _reads_last),
     "rotates_whole_heads": Question("rotated part of heads", {
         True: "all (z-lab, speculators)",
@@ -260,4 +260,4 @@ def try_on(drafter: Any, target: Any, tokenizer: Any) -> None:
     """Decides open questions on a few lines that the target writes, until the difference is clear."""
     for prompt in _PROMPTS:
         tokens = tokenizer(prompt, return_token_type_ids=False)["input_ids"]
-        settle(drafter, target, _continued(target, list(tokens), _MOST))
+        drafter.settle(target, _continued(target, list(tokens), _MOST))

@@ -53,7 +53,7 @@ class TokenizerOfTarget:
 FAMILIES: Registry[Family] = Registry("model_type")
 _CORE = (
     "block.formats", "eagle.formats", "heads.formats", "hidden_state.modeling_hsdraft",
-    "language_model.lm_drafter", "language_model.gemma4_assistant", "mtp.drafter", "lookup.cacheback",
+    "language_model.lm_drafter", "language_model.gemma4_assistant", "mtp.alone", "lookup.cacheback",
 )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""Drafters made of layers for multi-token prediction, the target's own or published without it, and their session."""
+"""Drafters made of a target's layers for multi-token prediction, and their session."""
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,22 +13,22 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.modeling_layers import MtpModel
 
-from ...core.checks import is_integer
+from ...core.checks import setting
 from ...core.draft_tree import Expansion
 from ...core.refusals import DraftingRefused
 from ...core.tensors import on_device
 from ...core.tuning import TUNING
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import CONFIG, INDEX, DamagedFile, read_json
-from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_parts import decoding_model
+from ...hub.drafter_files import INDEX, read_json
+from ...runtime.target_limits import text_config
+from ...runtime.target_parts import before_norm, check_last_state, decoding_model
 from ..base.auto_drafter import Found, register_finder
 from ..base.draft_options import DraftOptions, default_options
-from ..base.plain_config import TargetSizes
+from ..base.plain_config import FLAG, TargetSizes, described
 from ..base.protocol import Ask, Call, Drafter, Read, weights_of
 from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
-from ..base.registry import Fit, Format, TargetInfo, empty_model, fit_of, misfit, register_format
-from ..base.saved_drafter import Placement, take_options
+from ..base.readings import settle
+from ..base.registry import TargetInfo, empty_model
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, LevelExpansion
 from .layers import MtpLayers, described_target, layers_in, renamed
@@ -168,6 +168,19 @@ def _near(window: int | None, last: torch.Tensor, first: torch.Tensor, depth: in
     return near if window is None else near.clamp(max=window - depth)
 
 
+@described
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(TargetSizes):
+    """What an [`MtpDrafter`] knows of its target, and how its layers are read."""
+
+    last_tap_is_normed: bool = setting("whether the first layer reads the state after the final norm", True, FLAG)
+    untold: Sequence[str] = setting("fields that the files leave open; a trial on the target decides", ())
+
+    def taps_of(self, num_hidden_layers: int) -> tuple[int, ...]:
+        """Returns the hidden states that are read of a target with so many layers."""
+        return (num_hidden_layers,)
+
+
 LEAST_STEPS = 5  # greatest depth of a draft where there are fewer layers: they are used again
 
 
@@ -184,12 +197,16 @@ class MtpDrafter(Drafter):
     takes_tree_builders = True
     why_not_exported = "its layers are in the target's checkpoint, where other programs find them"
 
-    def __init__(self, target: Any, layers: MtpLayers) -> None:
-        self._target, self.layers = weakref.ref(target), layers
+    rows_of_trial = 4
+
+    def __init__(
+        self, target: Any, layers: MtpLayers, config: MtpConfig | None = None, loaded_from: Any = None
+    ) -> None:
+        self._target, self.layers, self.loaded_from = weakref.ref(target), layers, loaded_from
         name, text = str(getattr(target.config, "name_or_path", "") or ""), text_config(target)
-        self.config = TargetSizes(vocab_size=text.vocab_size, target_hidden_size=text.hidden_size, target_name=name)
+        of_target = MtpConfig(vocab_size=text.vocab_size, target_hidden_size=text.hidden_size, target_name=name)
+        self.config, self.tried, self.trials = config or of_target, dict[str, str](), 0
         self.num_draft_steps = max(layers.count, LEAST_STEPS)
-        self.taps = (decoder_layers(text),)  # after the final norm
         self.generation_config = self.default_generation_config()
 
     @classmethod
@@ -203,6 +220,12 @@ class MtpDrafter(Drafter):
         """
         target = decoding_model(target)
         return cls(target, MtpLayers.of(target, cache_dir=cache_dir, revision=revision))
+
+    @property
+    def taps(self) -> Sequence[int]:  # type: ignore[override]
+        target: Any = self._target()
+        last = len(target.get_decoder().layers)
+        return (last,) if self.config.last_tap_is_normed else before_norm((last,), last)
 
     @property
     def device(self) -> Any:
@@ -220,6 +243,8 @@ class MtpDrafter(Drafter):
             raise DraftingRefused(
                 "this drafter is made of another model's layers: make one with MtpDrafter.for_target(model)"
             )
+        if not self.config.last_tap_is_normed:
+            check_last_state(target)
 
     def session(self, call: Call) -> MtpSession:
         self.layers.follow(call.target)
@@ -229,6 +254,50 @@ class MtpDrafter(Drafter):
         weights, model = weights_of(*self.layers.model.layers), self.layers.model
         own, each, head = self.layers.heads, weights // self.layers.count, weights_of(model.shared_head)
         return Read("layers", each, depth, width), Read("head", head, depth, width, borrowed=own is None)
+
+    @property
+    def can_be_tried(self) -> bool:
+        return self.layers.num_stored == 1
+
+    def settle(self, target: Any, tokens: Sequence[int]) -> None:
+        if self.config.untold:
+            self.layers.follow(target)
+            settle(self, target, tokens)
+
+    def reread(self, **fields: Any) -> None:
+        self.config = replace(self.config, **fields)
+
+    def borrow(self, *_: Any) -> TargetWeights:
+        ids = torch.arange(self.layers.vocab_size, device=self.device)
+        return TargetWeights(self.layers.embed, None, ids)
+
+    def logits(self, states: torch.Tensor, _: Any) -> torch.Tensor:
+        return self.layers.logits(states, 0)
+
+    def trial_states(
+        self, taps: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, depth: int, weights: TargetWeights
+    ) -> Sequence[torch.Tensor]:
+        """See `PublishedNetwork`. Chains follow the text's tokens, and do not see each other."""
+        stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def write(_: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            stored.append((keys, values))
+            keys, values = (torch.cat(each, dim=2) for each in zip(*stored, strict=True))
+            return keys, values
+
+        def run(embeds: torch.Tensor, states: torch.Tensor, at: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+            return self.layers.run(0, embeds[None], states[None], at[None] + 1, seen[None], write)[0]
+
+        every, found = torch.arange(len(taps), device=taps.device), list[torch.Tensor]()
+        own = torch.eye(len(starts), dtype=torch.bool, device=taps.device)
+        for step in range(depth):
+            at = starts + step if step else every
+            seen = every <= (starts if step else every)[:, None]
+            seen &= at[:, None] - every < (self.layers.windows[0] or 2**31)
+            seen = torch.cat([seen, *[own] * step], dim=1)
+            made = run(weights.embed(tokens[at + 1]), found[-1] if step else taps, at, seen)
+            found.append(made if step else made[starts])
+        return found
 
 
 def _found(target: TargetInfo, local_files_only: bool) -> Iterator[Found]:
@@ -266,86 +335,3 @@ def _tensor_names(checkpoint: Checkpoint) -> Collection[str]:
 
 
 register_finder("mtp", _found)
-
-
-_MARK = "model.layers.0.eh_proj.weight"
-
-
-def _sizes(checkpoint: Checkpoint) -> TargetSizes:
-    """The sizes of the target; raises a DamagedFile if config.json does not tell them."""
-    vocab_size, hidden_size = (checkpoint.config.get(name) for name in ("vocab_size", "hidden_size"))
-    if not (is_integer(vocab_size) and is_integer(hidden_size)):
-        place = checkpoint.folder / CONFIG
-        raise DamagedFile(f"{place} is damaged: expected numbers vocab_size and hidden_size", place)
-    return TargetSizes(vocab_size=vocab_size, target_hidden_size=hidden_size)  # type: ignore[arg-type]
-
-
-class NextnDrafter(Drafter):
-    """Drafts with layers for multi-token prediction that are published without their target; see `MtpDrafter`.
-
-        drafter = AutoDrafter.from_pretrained("lmsys/DeepSeek-V3-NextN")
-        out = model.generate(**inputs, assistant_model=drafter)
-
-    The layers are of the target's class, so their weights are read for the first call, once for each target.
-    """
-
-    takes_tree_builders = True
-    why_not_exported = "its layers are in a checkpoint that other programs read as it is"
-    num_draft_steps = LEAST_STEPS
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self.config = checkpoint, _sizes(checkpoint)
-        self.name_or_path = checkpoint.name
-        self.generation_config = self.default_generation_config()
-        self._drafters: weakref.WeakKeyDictionary[Any, MtpDrafter] = weakref.WeakKeyDictionary()
-
-    @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> NextnDrafter:
-        """Loads a drafter, as `AutoDrafter.from_pretrained`. Weights have the dtype and device of the target."""
-        Placement.taken_from(kwargs)
-        drafter = cls(checkpoint)
-        take_options(drafter, checkpoint.folder, kwargs)
-        return drafter
-
-    def default_generation_config(self) -> GenerationConfig:
-        return default_options(self.num_draft_steps, tree_size=16, beam_width=4)
-
-    def check(self, target: Any) -> None:
-        if wrong := misfit(self.config, target):
-            raise DraftingRefused(f"{wrong}: these layers were made for another target. Use those of this target.")
-        self._of(target)
-
-    def taps_of(self, target: Any) -> Sequence[int]:
-        return self._of(target).taps
-
-    def session(self, call: Call) -> MtpSession:
-        return self._of(call.target).session(call)
-
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        shapes = self._checkpoint.shapes
-        layers = sum(math.prod(shape) for name, shape in shapes.items() if ".layers." in name and ".head." not in name)
-        head = (self.config.vocab_size or 0) * self.config.target_hidden_size
-        return Read("layers", layers, depth, width), Read("head", head, depth, width, borrowed=True)
-
-    def _of(self, target: Any) -> MtpDrafter:
-        if target not in self._drafters:
-            self._drafters[target] = MtpDrafter(target, MtpLayers.apart(target, self._checkpoint))
-        return self._drafters[target]
-
-
-def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
-    same = checkpoint.config.get("model_type") == target.config.get_text_config().model_type
-    return fit_of(_sizes(checkpoint), target, named) if same else None
-
-
-register_format(
-    Format(
-        name="layers for multi-token prediction alone (NextN)",
-        rank=69,  # before formats that refuse the layers inside a target
-        matches=lambda checkpoint: _MARK in checkpoint.shapes,
-        load=NextnDrafter.of_checkpoint,
-        drafter=NextnDrafter,
-        possible=lambda config: {"hidden_size", "vocab_size"} <= config.keys(),
-        fit=_fit,
-    )
-)

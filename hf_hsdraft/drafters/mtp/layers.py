@@ -35,6 +35,7 @@ from ...core.forks import new_lock
 from ...core.refusals import DraftingRefused
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import read_json
+from .blocks import DecoderOf, parts_in_turn, place_of_part, single_attention
 
 ATTENTION, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 
@@ -53,6 +54,7 @@ class Kind:
     normed: bool = True  # whether a norm follows the layer
     hands_on_normed: bool = True  # whether the next layer reads the normed output
     own_heads: bool = False  # whether each layer has its own output head
+    block: Callable[[Any], type[nn.Module]] | None = None  # makes the class of its decoder layer; None for the target's
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the layers' configuration
 
 
@@ -77,23 +79,31 @@ KINDS = {
     "ernie4_5_moe": Kind("ernie_mtp.py", (
         ("mtp_emb_norm.", "enorm."), ("mtp_hidden_norm.", "hnorm."), ("mtp_linear_proj.", "eh_proj."),
     ), normed=False, fields={"moe_layer_start_index": 2**30}),  # no experts
+    "longcat_flash": Kind("longcat_flash_mtp.py", (
+        ("enorm.m.", "enorm."), ("hnorm.m.", "hnorm."), ("transformer_layer.", ""),
+    ), uncounted=1, block=single_attention),
+    "nemotron_h": Kind("nemotron_h_mtp.py", _FINAL, block=parts_in_turn),
     "step3p5": Kind("step3p5_mtp.py", (
         ("transformer.", ""), ("shared_head.output.", "shared_head.head."),
     ), mlp="dense", hands_on_normed=False, own_heads=True),
 }  # fmt: skip
 
+# The package speculators names the parts of all types alike.
+OF_SPECULATORS = Kind("speculators", (
+    ("token_layernorm.", "enorm."), ("hidden_layernorm.", "hnorm."), ("input_proj.", "eh_proj."), *_FINAL,
+), uncounted=1)  # fmt: skip
+
 # Types whose files may hold such layers that no class of transformers computes.
 UNABLE = {
     "deepseek_v4": "mix several streams of hidden states",
-    "longcat_flash": "have one attention, where the model's own layers have two",
     "minimax_m3_vl_text": "choose blocks of keys in a way that is not followed by node",
-    "nemotron_h": "are pairs of blocks",
 }
 
 _OTHERS = Kind("transformers", counted_by="num_mtp_layers")
 _PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 # Not weights, and copies of the target's embedding and head.
 _LEFT_OUT = ("rotary_emb.inv_freq", ".embed_tokens.weight", ".shared_head.weight", ".shared_head.head.weight")
+_OUTSIDE = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")  # of a layer's parts
 _IN_LAYER = re.compile(r"((?:\w+\.)*?)(layers|mtp_\w+)\.(\d+)\.(.+)")
 _BESIDE = re.compile(r"(?:\w+\.)*?mtp\.(.+)")
 
@@ -103,9 +113,9 @@ def kind_of(config: Any) -> Kind:
     return KINDS.get(config.model_type) or KINDS.get(config.get_text_config().model_type, _OTHERS)
 
 
-def described(config: Any, count: int | None = None) -> Any:
+def described(config: Any, count: int | None = None, kind: Kind | None = None) -> Any:
     """Returns a copy of a target's configuration that describes its, or `count`, layers as transformers expects."""
-    kind, config = kind_of(config), copy.deepcopy(config)
+    kind, config = kind or kind_of(config), copy.deepcopy(config)
     text = config.get_text_config()
     if count is None:
         names = ("num_mtp_layers", kind.counted_by)
@@ -119,6 +129,8 @@ def described(config: Any, count: int | None = None) -> Any:
         if types is not None and len(getattr(text, f"mtp_{name}", None) or ()) != count:
             setattr(text, f"mtp_{name}", list(types[:count]) if value is None else [value] * count)
     text.mtp_hidden_states_first = kind.states_first
+    if not hasattr(text, "rms_norm_eps"):
+        text.rms_norm_eps = text.layer_norm_epsilon
     if not kind.normed:
         text.chain_hidden_post_norm = False
     for name, value in kind.fields.items():
@@ -131,30 +143,34 @@ def layers_in(config: Any) -> int:
     return int(described(config).get_text_config().num_mtp_layers)
 
 
-def described_target(target: Any, count: int) -> Any:
+def described_target(target: Any, count: int, kind: Kind | None = None) -> Any:
     """Returns a target as transformers' `MtpModel` takes it, with so many layers."""
-    return _Described(target, described(target.config, count))
+    return _Described(target, described(target.config, count, kind), (kind or kind_of(target.config)).block)
 
 
 class _Described:
     """A target with a configuration that describes its layers for multi-token prediction as transformers expects."""
 
-    def __init__(self, target: Any, config: Any) -> None:
-        self._target, self.config = target, config
+    def __init__(self, target: Any, config: Any, block: Any) -> None:
+        self._target, self.config, self._block = target, config, block
         # Where the decoder is a part of a model with others, the model's conversions name it with a prefix.
         self._weight_conversions = get_model_conversion_mapping(target.get_decoder(), add_legacy=False) or None
+
+    def get_decoder(self) -> Any:
+        decoder = self._target.get_decoder()
+        return decoder if self._block is None else DecoderOf(decoder, self.config.get_mtp_config(), self._block)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
 
-def renamed(names: Collection[str], config: Any, apart: bool = False) -> dict[str, str]:
+def renamed(names: Collection[str], config: Any, apart: bool = False, kind: Kind | None = None) -> dict[str, str]:
     """Returns the tensors of the layers among `names` of a target's checkpoint, and how `MtpModel` knows them.
 
     Tensors of a layer become `model.layers.N.`, as in DeepSeek's files: N counts on from the target's layers. Those of
     Qwen's files that are beside the layers become `mtp.`. Files that hold these layers `apart` count from 0.
     """
-    first, kind, found = config.get_text_config().num_hidden_layers, kind_of(config), {}
+    first, kind, found = config.get_text_config().num_hidden_layers, kind or kind_of(config), {}
     for name in names:
         if name.endswith(_LEFT_OUT) and not (kind.own_heads and name.endswith(".head.weight")):
             continue
@@ -168,6 +184,8 @@ def renamed(names: Collection[str], config: Any, apart: bool = False) -> dict[st
             continue
         if root not in ("layers", "mtp_layers", "mtp_block"):
             rest = f"{root}.{rest}"
+        if kind.block is parts_in_turn:
+            number, rest = place_of_part(config.get_text_config(), number, rest, _OUTSIDE)
         for beginning, written in kind.names:
             rest = written + rest.removeprefix(beginning) if rest.startswith(beginning) else rest
         found[name] = f"model.layers.{number + first if numbered_apart else number}.{rest}"
@@ -314,10 +332,10 @@ class MtpLayers:
             return known[place]
 
     @classmethod
-    def apart(cls, target: Any, checkpoint: Checkpoint) -> MtpLayers:
+    def apart(cls, target: Any, checkpoint: Checkpoint, kind: Kind | None = None) -> MtpLayers:
         """Returns layers for a target from a checkpoint that holds nothing else; raises as `of`."""
         _check_kind(target)
-        return _read_from(target, checkpoint.name, lambda: checkpoint, apart=True)
+        return _read_from(target, checkpoint.name, lambda: checkpoint, True, kind)
 
     def own_parts(self) -> list[nn.Module]:
         """The parts that are not the target's."""
@@ -364,7 +382,9 @@ def _check_kind(target: Any) -> None:
         )
 
 
-def _read_from(target: Any, place: Any, checkpoint: Callable[[], Checkpoint], apart: bool = False) -> MtpLayers:
+def _read_from(
+    target: Any, place: Any, checkpoint: Callable[[], Checkpoint], apart: bool = False, kind: Kind | None = None
+) -> MtpLayers:
     """Reads the layers from a checkpoint; raises a DraftingRefused if that fails."""
     if any(weight.is_meta for weight in target.parameters()):
         raise DraftingRefused(
@@ -372,7 +392,7 @@ def _read_from(target: Any, place: Any, checkpoint: Callable[[], Checkpoint], ap
             "device: load it without offloading, or use another drafter"
         )
     try:
-        layers = _from_files(target, checkpoint(), apart)
+        layers = _from_files(target, checkpoint(), apart, kind or kind_of(target.config))
     except (OSError, RuntimeError, ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise DraftingRefused(
             f"the layers for multi-token prediction cannot be read from {printable(str(place))}: {error}"
@@ -382,15 +402,15 @@ def _read_from(target: Any, place: Any, checkpoint: Callable[[], Checkpoint], ap
     return layers
 
 
-def _from_files(target: Any, checkpoint: Checkpoint, apart: bool) -> MtpLayers:
+def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) -> MtpLayers:
     """Loads the layers from a checkpoint, dequantised; raises a ValueError if some tensors are missing."""
-    names, kind, place = renamed(checkpoint.shapes, target.config, apart), kind_of(target.config), _last_place(target)
+    names, place = renamed(checkpoint.shapes, target.config, apart, kind), _last_place(target)
     first, dtype = target.config.get_text_config().num_hidden_layers, target.config.dtype
     numbers = {int(layer[1]) - first for each in names.values() if (layer := _NUMBER.match(each))}
     if not numbers or numbers != set(range(len(numbers))):
         some = ", ".join(map(str, sorted(numbers))) or "none"
         raise ValueError(f"weights are missing: found layers {some}, expected {layers_in(target.config)}, from 0 on")
-    seen = described_target(target, len(numbers))
+    seen = described_target(target, len(numbers), kind)
     with ContextManagers(MtpModel.get_init_context(dtype, False, False, None)):
         model = MtpModel(seen, len(numbers))
     state = {names[name]: tensor for name, tensor in checkpoint.tensors(names.keys())}

@@ -1,0 +1,76 @@
+"""Decoder layers for multi-token prediction that differ from the target's own, made of its modules.
+
+| type | its own layers | these layers |
+|---|---|---|
+| `longcat_flash` | two attentions, three feed-forward blocks | one attention, one feed-forward block |
+| `nemotron_h` | one part (Mamba, attention, experts), behind a norm | several parts, by default attention and experts |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+PARTS = "mtp_layers_block_type"  # field of Nemotron-H: types of the parts of a layer
+
+
+def single_attention(decoder: Any) -> type[nn.Module]:
+    """Returns the class of a layer with one attention (LongCat-Flash), for `MtpModel`."""
+    own = decoder.layers[0]
+    attention, feed_forward, norm = (type(each[0]) for each in (own.self_attn, own.mlps, own.input_layernorm))
+
+    class SingleAttention(nn.Module):
+        def __init__(self, config: Any, layer_idx: int) -> None:
+            super().__init__()
+            self.self_attn, self.mlp = attention(config=config, layer_idx=layer_idx), feed_forward(config)
+            self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+            self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+
+        def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            x = x + self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)[0]
+            return x + self.mlp(self.post_attention_layernorm(x))
+
+    return SingleAttention
+
+
+def parts_in_turn(decoder: Any) -> type[nn.Module]:
+    """Returns the class of a layer of several parts (Nemotron-H), for `MtpModel`."""
+    part = type(decoder.layers[0])
+
+    class PartsInTurn(nn.Module):
+        def __init__(self, config: Any, layer_idx: int) -> None:
+            super().__init__()
+            kinds, types = config.layer_types, getattr(config, PARTS)
+            config.layer_types = types
+            self.parts = nn.ModuleList(part(config, index) for index in range(len(types)))
+            config.layer_types = kinds
+            mixers: list[Any] = [each.mixer for each in self.parts]
+            for mixer in mixers:
+                mixer.layer_idx = layer_idx  # its place in the cache
+
+        def forward(self, x: torch.Tensor, position_embeddings: Any = None, **kwargs: Any) -> torch.Tensor:
+            for each in self.parts:
+                x = each(x, **kwargs)
+            return x
+
+    return PartsInTurn
+
+
+class DecoderOf:
+    """A decoder as `MtpModel` takes it: the class of its last layer is that of these layers."""
+
+    def __init__(self, decoder: Any, config: Any, make: Any) -> None:
+        self._decoder = decoder
+        with torch.device("meta"):
+            self.layers = [make(decoder)(config, 0)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+
+def place_of_part(config: Any, number: int, rest: str, outer: tuple[str, ...]) -> tuple[int, str]:
+    """Returns the layer of a part by its published number, and the name of a tensor within it."""
+    count = len(getattr(config, PARTS))
+    return number // count, rest if rest.startswith(outer) else f"parts.{number % count}.{rest}"

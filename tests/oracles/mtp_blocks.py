@@ -1,0 +1,124 @@
+"""Layers for multi-token prediction that are none of the target's own, with a formula of transformers' modules.
+
+LongCat-Flash's layer is DeepSeek-V3's dense one with scaled norms, as vLLM computes it (`longcat_flash_mtp.py`).
+Nemotron-H's is an attention and a mixture of experts (`nemotron_h_mtp.py`), here layers of a second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, DeepseekV3Config, NemotronHConfig, NemotronHForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+
+from oracles.format_parity import randomise
+from oracles.mtp_targets import GENERATING
+from oracles.tiny import tiny_config, tiny_model
+
+Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_OUTSIDE = ("enorm", "hnorm", "eh_proj", "final")
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def _outside(size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    found = {name: torch.randn(size, generator=generator) * 0.2 + 1.0 for name in _OUTSIDE}
+    return {**found, "eh_proj": torch.randn(size, 2 * size, generator=generator) * 0.3}
+
+
+def _saved(folder: Path, target: Any, layers: dict[str, torch.Tensor], **told: Any) -> Any:
+    """Writes a target and its layers, and loads it again."""
+    target.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors") | {name: each.clone() for name, each in layers.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, value in told.items():
+        setattr(target.config, name, value)
+    target.config.save_pretrained(folder)
+    again = type(target).from_pretrained(folder, dtype=torch.float32).eval()
+    again.generation_config.eos_token_id = None
+    return again
+
+
+def _logits(target: Any, outside: dict[str, torch.Tensor], eps: float, run: Callable[[torch.Tensor], Any]) -> Logits:
+    """Returns logits `[1, V]` of the layer, of which `run` is what lies between the projection and the last norm."""
+
+    def logits(tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        embeds = _rms(target.get_input_embeddings()(tokens[1:]), outside["enorm"], eps)
+        x = torch.cat([embeds, _rms(states, outside["hnorm"], eps)], dim=-1) @ outside["eh_proj"].T
+        y = _rms(run(x[None])[0, -1], outside["final"], eps)
+        return (y @ target.get_output_embeddings().weight.T)[None]
+
+    return logits
+
+
+def _mask(count: int) -> torch.Tensor:
+    return torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
+
+
+def longcat(folder: Path) -> tuple[Any, Logits]:
+    config = tiny_config(type(AutoConfig.for_model("longcat_flash")), "full")
+    target = tiny_model(GENERATING[type(config)], config)
+    same = (
+        "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+        "v_head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings",
+    )  # fmt: skip
+    fields = {name: getattr(config, name) for name in same}
+    theirs = DeepseekV3Config(
+        **fields, num_key_value_heads=config.num_attention_heads, intermediate_size=config.ffn_hidden_size,
+        first_k_dense_replace=1, num_hidden_layers=1,
+    )  # fmt: skip
+    theirs._attn_implementation = "eager"
+    layer, rotary = DeepseekV3DecoderLayer(theirs, 0).eval(), DeepseekV3RotaryEmbedding(theirs)
+    randomise(layer, 0.2)
+    place, outside = "model.mtp.layers.0.", _outside(config.hidden_size)
+    inside = {
+        place + name.replace("mlp.", "transformer_layer.mlp."): each.clone()
+        for name, each in layer.state_dict().items()
+    }
+    files = {
+        **inside, f"{place}enorm.m.weight": outside["enorm"], f"{place}hnorm.m.weight": outside["hnorm"],
+        f"{place}eh_proj.weight": outside["eh_proj"], "model.mtp.norm.weight": outside["final"],
+        "model.mtp.embed_tokens.weight": target.get_input_embeddings().weight.detach(),
+    }  # fmt: skip
+    for norm, rank in (
+        (layer.self_attn.q_a_layernorm, "q_lora_rank"),
+        (layer.self_attn.kv_a_layernorm, "kv_lora_rank"),
+    ):
+        norm.weight.mul_((config.hidden_size / fields[rank]) ** 0.5)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(1, x.shape[1] + 1)[None]
+        return layer(x, attention_mask=_mask(x.shape[1]), position_ids=at, position_embeddings=rotary(x, at))
+
+    target = _saved(folder, target, files)
+    return target, _logits(target, outside, config.rms_norm_eps, run)
+
+
+def nemotron(folder: Path, prefix: str = "mtp.") -> tuple[Any, Logits]:
+    config = tiny_config(NemotronHConfig, "anew")
+    target = tiny_model(NemotronHForCausalLM, config)
+    fields = {name: each for name, each in config.to_dict().items() if name not in ("layer_types", "model_type")}
+    second = NemotronHForCausalLM(NemotronHConfig(**{**fields, "layers_block_type": ["full_attention", "moe"]})).eval()
+    randomise(second, 0.2)
+    blocks, outside = second.model.layers, _outside(config.hidden_size)
+    second.save_pretrained(folder / "second")
+    stored = load_file(folder / "second" / "model.safetensors")
+    stem = next(name.partition("layers.")[0] for name in stored if "layers." in name)
+    files = {
+        name.replace(f"{stem}layers.", f"{prefix}layers."): each for name, each in stored.items() if "layers." in name
+    }
+    names = {"enorm": "0.enorm", "hnorm": "0.hnorm", "eh_proj": "0.eh_proj", "final": "1.final_layernorm"}
+    files |= {f"{prefix}layers.{names[name]}.weight": each for name, each in outside.items()}
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return blocks[1](blocks[0](x, attention_mask=_mask(x.shape[1])))
+
+    target = _saved(folder, target, files, num_nextn_predict_layers=1)
+    return target, _logits(target, outside, config.layer_norm_epsilon, run)
