@@ -308,6 +308,9 @@ bool has_tiles() {
 #endif
 }
 
+// Whether bfloat16 is multiplied by small weights quicker than by packed ones: Intel's dot products of pairs are not.
+bool is_quick() { return has_tiles() || __builtin_cpu_is("amd"); }
+
 template <int64_t F>
 void run(const Task& task, bool half, bool with_tiles) {
   const int64_t groups = task.outputs / kOutputs;
@@ -360,6 +363,7 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
   TORCH_LIBRARY(name, library) {                                                                                \
     library.def("runs_here() -> bool", [] { return has_wide(); });                                              \
     library.def("has_tiles() -> bool", [] { return has_wide() && has_tiles(); });                               \
+    library.def("is_quick() -> bool", [] { return has_wide() && is_quick(); });                                 \
     library.def(                                                                                                \
         "product(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int outputs, int format, bool by_tiles)" \
         " -> Tensor");                                                                                          \

@@ -69,22 +69,27 @@ INLINE Part part_of(const uint8_t* row, int64_t part) {
   return found;
 }
 
-// Lays a row out, its `lane` of 16, and returns whether its weights, bfloat16, are these.
-template <int64_t K>
-WIDE bool lay_out(const uint8_t* raw, const uint16_t* weight, uint8_t* blocks, int lane, int64_t parts) {
+// The bits of a float32, or of the nearest bfloat16, ties to even.
+template <typename W>
+INLINE W bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return sizeof(W) == 4 ? bits : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// Lays a row out, its `lane` of 16, and returns whether its weights, by their bits, are these.
+template <int64_t K, typename W>
+WIDE bool lay_out(const uint8_t* raw, const W* weight, uint8_t* blocks, int lane, int64_t parts) {
   constexpr int64_t F = kSources[K].format, size = kSizes[F];
+  constexpr W magnitude = static_cast<W>(~W(0)) >> 1;
   uint32_t wrong = 0;
   for (int64_t part = 0; part < parts; ++part, weight += kInputs, blocks += size) {
     const Part found = part_of<K>(raw, part);
     const int8_t* numbers = found.numbers;
-    for (int i = 0; i < kInputs; ++i) {  // rounds to the nearest, ties to even; zeros of both signs are the same
-      const float value = F != kHalves8 ? found.factor * numbers[i] + found.added
-                                        : numbers[i] * (i < 16 ? found.factor : found.added);
-      uint32_t bits;
-      std::memcpy(&bits, &value, 4);
-      bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-      const uint32_t either = (bits | weight[i]) & 0x7fff;
-      wrong |= either ? bits ^ weight[i] : 0;
+    for (int i = 0; i < kInputs; ++i) {  // zeros of both signs are the same
+      const W bits = bits_of<W>(F != kHalves8 ? found.factor * numbers[i] + found.added
+                                              : numbers[i] * (i < 16 ? found.factor : found.added));
+      wrong |= (bits | weight[i]) & magnitude ? bits ^ weight[i] : 0;
     }
     uint8_t* scales = blocks + (in_4_bits(F) ? 256 : 512);
     if constexpr (in_4_bits(F)) {
@@ -106,28 +111,39 @@ WIDE bool lay_out(const uint8_t* raw, const uint16_t* weight, uint8_t* blocks, i
   return wrong == 0;
 }
 
-// `raw` is [outputs, bytes]; row i of `weight` is row order[i] of it. Empty if the weights differ.
+template <int64_t K, typename W>
+bool lay_all_out(const uint8_t* raw, const void* weight, const int64_t* order, uint8_t* to, int64_t outputs,
+                 int64_t inputs) {
+  const int64_t raw_row = inputs / kSources[K].weights * kSources[K].bytes, parts = inputs / kInputs;
+  std::atomic<bool> same{true};
+  at::parallel_for(0, outputs / kOutputs, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * kOutputs; row < end * kOutputs && same; ++row)
+      if (!lay_out<K>(raw + order[row] * raw_row, static_cast<const W*>(weight) + row * inputs,
+                      to + row / kOutputs * parts * kSizes[kSources[K].format], row % kOutputs, parts))
+        same = false;
+  });
+  return same;
+}
+
+// By kind, for bfloat16 and for float32.
+template <typename W>
+constexpr decltype(&lay_all_out<kQ8_0, W>) kLayOut[] = {
+    lay_all_out<kQ8_0, W>,   lay_all_out<kQ4_0, W>, lay_all_out<kQ4_1, W>, lay_all_out<kQ5_0, W>, lay_all_out<kQ5_1, W>,
+    lay_all_out<kIQ4_NL, W>, lay_all_out<kQ4_K, W>, lay_all_out<kQ5_K, W>, lay_all_out<kQ6_K, W>};
+
+// `raw` is [outputs, bytes]; row i of `weight`, bfloat16 or float32, is row order[i] of it. Empty if the weights differ.
 at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::Tensor& order, int64_t kind) {
   TORCH_CHECK(kind >= 0 && kind <= kQ6_K, "no such blocks");
   const Source source = kSources[kind];
-  const int64_t outputs = weight.size(0), inputs = weight.size(1), parts = inputs / kInputs;
-  const int64_t size = kSizes[source.format], raw_row = inputs / source.weights * source.bytes;
-  TORCH_CHECK(raw.is_contiguous() && raw.size(0) == outputs && raw.size(1) == raw_row, "not of this shape");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  TORCH_CHECK(raw.is_contiguous() && raw.size(0) == outputs && raw.size(1) == inputs / source.weights * source.bytes,
+              "not of this shape");
   TORCH_CHECK(weight.is_contiguous() && outputs % kOutputs == 0 && inputs % source.weights == 0, "no such layout");
-  at::Tensor blocks = at::empty({outputs / kOutputs, parts, size}, raw.options());
-  std::atomic<bool> same{true};
-  const uint8_t* from = raw.const_data_ptr<uint8_t>();
-  const auto* weights = reinterpret_cast<const uint16_t*>(weight.const_data_ptr<c10::BFloat16>());
-  constexpr decltype(&lay_out<kQ8_0>) lays[] = {lay_out<kQ8_0>, lay_out<kQ4_0>,   lay_out<kQ4_1>,
-                                                lay_out<kQ5_0>, lay_out<kQ5_1>,   lay_out<kIQ4_NL>,
-                                                lay_out<kQ4_K>, lay_out<kQ5_K>,   lay_out<kQ6_K>};
-  const int64_t* rows = order.const_data_ptr<int64_t>();
-  uint8_t* to = blocks.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, outputs / kOutputs, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin * kOutputs; row < end * kOutputs && same; ++row)
-      if (!lays[kind](from + rows[row] * raw_row, weights + row * inputs, to + row / kOutputs * parts * size,
-                      row % kOutputs, parts))
-        same = false;
-  });
+  const auto type = weight.scalar_type();
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "expected bfloat16 or float32");
+  at::Tensor blocks = at::empty({outputs / kOutputs, inputs / kInputs, kSizes[source.format]}, raw.options());
+  const auto lay = type == at::kFloat ? kLayOut<uint32_t>[kind] : kLayOut<uint16_t>[kind];
+  const bool same = lay(raw.const_data_ptr<uint8_t>(), weight.const_data_ptr(), order.const_data_ptr<int64_t>(),
+                        blocks.mutable_data_ptr<uint8_t>(), outputs, inputs);
   return same ? blocks : blocks.new_empty({0});
 }

@@ -37,7 +37,7 @@ def remember_file(target: nn.Module, file: Path) -> None:
 def copy_of_blocks(weight: torch.Tensor) -> SmallCopy | None:
     """A copy of a weight by its blocks; `None` where it has none, they differ from it, or a packed copy is quicker."""
     found = KERNEL.operators() if weight in _sources and fits(weight) else None
-    if found is None or not found.has_tiles():
+    if found is None or (weight.dtype == torch.bfloat16 and not found.is_quick()):
         return None
     try:
         raw = _raw_blocks(*_sources[weight])
@@ -51,12 +51,16 @@ def _in_order(found: Any, kind: Any, raw: torch.Tensor, weight: torch.Tensor) ->
 
     size, of_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows, inputs = weight.shape
-    if weight.dtype != torch.bfloat16 or inputs % size or tuple(raw.shape) != (rows, inputs // size * of_bytes):
+    if (
+        weight.dtype not in (torch.bfloat16, torch.float32)
+        or inputs % size
+        or tuple(raw.shape) != (rows, inputs // size * of_bytes)
+    ):
         return None
     if (copy := in_blocks(found, kind.name, raw, weight)) is not None:
         return copy
     # llama.cpp reorders rows of queries and keys.
-    values = torch.from_numpy(gguf.dequantize(raw.numpy(), kind)).bfloat16()
+    values = torch.from_numpy(gguf.dequantize(raw.numpy(), kind)).to(weight.dtype)
     order = torch.empty(rows, dtype=torch.int64)
     order[_digests(weight).argsort()] = _digests(values).argsort()
     return in_blocks(found, kind.name, raw, weight, order)
@@ -65,7 +69,8 @@ def _in_order(found: Any, kind: Any, raw: torch.Tensor, weight: torch.Tensor) ->
 def _digests(rows: torch.Tensor) -> torch.Tensor:
     """A number for each row, int64, that depends on the order of its bits."""
     factors = torch.arange(1, 2 * rows.shape[1], 2) * 0x9E3779B97F4A7C15 % 2**31
-    return (rows.detach().contiguous().view(torch.int16).long() * factors).sum(1)
+    bits = torch.int16 if rows.dtype == torch.bfloat16 else torch.int32
+    return (rows.detach().contiguous().view(bits).long() * factors).sum(1)
 
 
 def _raw_blocks(file: Path, name: str, layers: int) -> tuple[Any, torch.Tensor] | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..core.tuning import TUNING
 from .kernel import Kernel
 from .private_operators import integers
 
@@ -44,10 +45,10 @@ class SmallCopy:
     def outputs(self) -> int:
         return self.blocks.shape[0] * OUTPUTS
 
-    @property
-    def has_tiles(self) -> bool:
-        """Whether bfloat16 is multiplied by AMX, as quickly for 25 rows as for one."""
-        return bool(self.operators.has_tiles())
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """The number of rows of inputs up to which this product is quicker than that of the dequantised weight."""
+        quick = self.format == INT8 or (dtype == torch.bfloat16 and self.operators.has_tiles())
+        return TUNING.small_rows if quick else TUNING.rows_of_blocks
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, by_tiles: bool = True) -> torch.Tensor:
         """x W^T + b of `[..., inputs]`, bfloat16 or float32; `bias` has the same dtype, and is contiguous.
@@ -73,7 +74,7 @@ def in_int8(found: Any, weight: torch.Tensor, scales: torch.Tensor) -> SmallCopy
 def in_blocks(
     found: Any, kind: str, raw: torch.Tensor, weight: torch.Tensor, order: torch.Tensor | None = None
 ) -> SmallCopy | None:
-    """A copy of a weight `[outputs, inputs]`, bfloat16, by blocks of a GGUF file `[outputs, bytes]`, uint8.
+    """A copy of a weight `[outputs, inputs]`, bfloat16 or float32, by blocks of a GGUF file `[outputs, bytes]`, uint8.
 
     Row i of the weight is row `order[i]` of the blocks; `None` if their numbers differ.
     """

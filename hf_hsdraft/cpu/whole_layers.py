@@ -208,6 +208,7 @@ class Chain:
         self._firsts = [group[0] for group in self._groups]
         self._packed, self._weights = list[Any](), list[torch.Tensor]()
         self._parts: tuple[list[Any], list[int]] | None = None
+        self._most_rows = sys.maxsize
         self._written = self._stamps()
         self._ahead: _Ahead | None = None
         self._apart, self._reports = False, 0
@@ -289,8 +290,7 @@ class Chain:
             self._written = self._stamps()
         if self._parts is None or self._stamps() != self._written:
             return None
-        of_torch = all(format < 0 for format in self._parts[1])
-        return self._parts if of_torch or x.shape[0] * x.shape[1] <= TUNING.small_rows else None
+        return self._parts if x.shape[0] * x.shape[1] <= self._most_rows else None
 
     def _are_ready(self, packed: Sequence[Any]) -> bool:
         """Whether each product has a packed copy; reports products that have to be joined."""
@@ -331,6 +331,9 @@ class Chain:
         if not (plain and joint) or any(map(torch.Tensor.is_inference, weights)):  # these have no version
             return None
         self._weights = weights
+        self._most_rows = min(
+            (copy.most_rows(dtype) for copy in copies if isinstance(copy, SmallCopy)), default=sys.maxsize
+        )
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
     def _rooms(self, cache: Any, x: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], int] | None:

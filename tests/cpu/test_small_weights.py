@@ -87,15 +87,16 @@ def test_joined_copies_are_side_by_side(operators, format):
     assert joined([one, made(operators, "Q8_0" if format == "int8" else "int8", 32, 256)[0]]) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", BLOCKS)
 @torch.no_grad()
-def test_blocks_are_bitwise_their_weights(operators, kind):
+def test_blocks_are_bitwise_their_weights(operators, kind, dtype):
     blocks = random_blocks(kind, 32, 512)
-    weight = dequantised(kind, blocks).bfloat16()
+    weight = dequantised(kind, blocks).to(dtype)
     copy = in_blocks(operators, kind, blocks, weight)
     assert copy is not None
     for by_tiles in (True, False):
-        columns = [copy(part, None, by_tiles) for part in torch.eye(512).bfloat16().split(32)]
+        columns = [copy(part, None, by_tiles) for part in torch.eye(512, dtype=dtype).split(32)]
         assert torch.equal(torch.cat(columns).t(), weight)
     weight[17, 300] = weight[17, 300] * 1.5 + 1.0
     assert in_blocks(operators, kind, blocks, weight) is None, "another weight"
@@ -211,10 +212,10 @@ def test_calls_do_not_wait_for_a_compiler(tmp_path, monkeypatch):
     assert kernel.operators(wait=True) is None, "nothing was made"
 
 
-def gguf_target(folder, **types):
+def gguf_target(folder, dtype=torch.bfloat16, **types):
     """A target whose weights were dequantised from a GGUF file, two layers of it with rows in another order."""
     gguf = pytest.importorskip("gguf")
-    target = make_target(num_hidden_layers=1).bfloat16()
+    target = make_target(num_hidden_layers=1).to(dtype)
     path, writer = folder / "tiny.gguf", gguf.GGUFWriter(str(folder / "tiny.gguf"), "llama")
     writer.add_array("tokenizer.ggml.tokens", ["a", "bc"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
@@ -224,7 +225,7 @@ def gguf_target(folder, **types):
             continue
         kind = gguf.GGMLQuantizationType[kind]
         raw = gguf.quantize(weight.detach().float().numpy(), kind)
-        values = torch.from_numpy(gguf.dequantize(raw, kind)).bfloat16()
+        values = torch.from_numpy(gguf.dequantize(raw, kind)).to(dtype)
         order = torch.randperm(len(values)) if "self_attn" in name else torch.arange(len(values))
         weight.data = values[order]
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), raw, raw_dtype=kind)
@@ -234,16 +235,17 @@ def gguf_target(folder, **types):
     return target
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.no_grad()
-def test_the_blocks_of_a_gguf_file_are_the_targets_weights(operators, tmp_path):
-    if not operators.has_tiles():
-        pytest.skip("packed copies are as quick here")
-    target = gguf_target(tmp_path, q_proj="Q4_1", k_proj="Q5_0", gate_proj="Q4_0", up_proj="Q8_0")
+def test_the_blocks_of_a_gguf_file_are_the_targets_weights(operators, tmp_path, dtype):
+    if dtype == torch.bfloat16 and not operators.is_quick():
+        pytest.skip("packed copies are quicker here")
+    target = gguf_target(tmp_path, dtype, q_proj="Q4_1", k_proj="Q5_0", gate_proj="Q4_0", up_proj="Q8_0")
     layer = target.model.layers[0]
     for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
         copy = copy_of_blocks(linear.weight)
         assert copy is not None
-        same = copy(torch.eye(32).bfloat16()).t()
+        same = copy(torch.eye(32, dtype=dtype)).t()
         assert torch.equal(same, linear.weight)
     assert copy_of_blocks(layer.mlp.down_proj.weight) is None, "not in the file"
     layer.mlp.gate_proj.weight[2, 3] += 1
