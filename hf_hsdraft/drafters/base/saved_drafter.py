@@ -259,7 +259,7 @@ class WeightlessDrafter(SavedDrafter):
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
-        """As there; dtype and device are ignored."""
+        """As in `SavedDrafter`; dtype and device are ignored."""
         Placement.taken_from(kwargs)
         check_is_drafter(checkpoint.folder, cls.config_class.model_type)
         stored = stored_options(checkpoint.folder / OPTIONS)

@@ -188,7 +188,7 @@ class SearchedBias(TokenBias):
     def search(
         self, logits: torch.Tensor, temperature: float, roots: torch.Tensor, limits: TreeLimits
     ) -> tuple[torch.Tensor, list[int]] | None:
-        """As there; None for what the operator does not take."""
+        """As in `TokenBias`; None for what the operator does not take."""
         operators, (texts, _, count), dtype = KERNEL.operators(), logits.shape, logits.dtype
         injector, operands, table = self._operator.injector, self._operator.operands, self._weights.table
         if operators is None or torch.compiler.is_compiling() or limits.tree_size < 1:

@@ -234,7 +234,7 @@ class ModelDrafter(nn.Module, SavedDrafter):
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
-        """As there; takes arguments of `AutoModelForCausalLM.from_pretrained` too."""
+        """As in `SavedDrafter`; takes arguments of `AutoModelForCausalLM.from_pretrained` too."""
         if reason := cls.why_not(checkpoint):
             raise ValueError(f"{printable(checkpoint.name)} holds {reason}")
         known = option_names() | {option.name for option in cls.own_options}

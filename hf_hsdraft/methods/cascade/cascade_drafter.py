@@ -81,7 +81,7 @@ class CascadeDrafter(nn.Module, SavedDrafter):
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CascadeDrafter:
-        """As there; `dtype`, `device_map` and `attn_implementation` are for the levels, which have to fit together."""
+        """As in `SavedDrafter`; `dtype`, `device_map` and `attn_implementation` are for the levels."""
         folder, document = checkpoint.folder, checkpoint.config
         attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
         given = {"dtype": placement.dtype, "device_map": placement.device, "attn_implementation": attention}
