@@ -29,8 +29,8 @@ from .prefix_cache import PrefixCache
 from .prepared import Prepared
 from .requests import FinishedText
 
-_SHORT = 128  # tokens of a prompt; longer ones gain nothing by sharing a forward
-_PADDED = 1.5  # tokens read together, padding included, for each token of the prompts
+_SHORT = 32  # tokens of a prompt; first tokens of longer ones come sooner one after another
+_PADDED = 1.25  # tokens read together, padding included, for each token of the prompts
 
 
 @dataclass
