@@ -2,6 +2,9 @@
 
     python benchmarks/serving.py --prompts spec_bench_dev.jsonl --clients 8 --requests 32 --dtype bfloat16
     python benchmarks/serving.py --prompts spec_bench_dev.jsonl --rate 1.5 --requests 64 --picture serving.svg
+    python benchmarks/serving.py --prompts spec_bench_dev.jsonl --vllm-python vllm/bin/python --ways together,vllm
+    python benchmarks/serving.py --dtype bfloat16 --beside 100,500,2000
+    python benchmarks/serving.py --memory 10000
 
 Each client sends its next request when it has its answer; with `--rate`, requests come at random times instead, as many
 a second (a Poisson load). `--picture` draws how many answers and first tokens were there by when.
@@ -12,24 +15,32 @@ All ways decode the same requests greedily to the same lengths, in one process, 
 - plain batches: `generate()` of the requests that wait, up to `--batch` at once, padded; each lasts as long as its
   longest text
 - transformers: its continuous batching, `init_continuous_batching`, without drafts
-- vllm: its engine on the same device without drafts, where it is installed
+- vllm: its engine on the same device without drafts, by `--vllm-python` or where it is installed
 
 tokens/s counts new tokens from the first request to the last answer; the first token is counted from when its request
 was sent. tau: tokens emitted per target forward and row, bonus token included.
+
+`--beside` times rounds of `--batch` texts of 100 tokens instead, one of which has so many: what a long text costs the
+others.
+
+`--memory` decodes so many short requests of a small random target with a drafter instead, and prints what the process
+holds after each tenth.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from runner import keep, loaded_target, options, print_table, prompt_texts
+from runner import LineWorker, counts, keep, loaded_target, options, print_table, prompt_texts
 
 COLUMNS = ("way", "tokens/s", "relative to one by one", "first token, s: median", "90th percentile", "tau")
 
@@ -115,7 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=400, help="tokens of a prompt; default: 400")
     parser.add_argument("--ways", default=",".join(WAYS), help="default: all of them")
     parser.add_argument("--picture", help="SVG or PNG file to draw")
+    parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of vLLM's environment")
+    parser.add_argument("--beside", type=counts, help="lengths of one text beside others of 100 tokens")
+    parser.add_argument("--memory", type=int, help="short requests of a small target, of which memory is printed")
     given = parser.parse_args(arguments)
+    if given.memory:
+        print_table(("requests", "resident, MiB", "objects", "numbers in tensors"), _held(given.memory))
+        return 0
     if given.picture and not given.picture.endswith((".svg", ".png")):
         parser.error(f"--picture {given.picture}: expected a name that ends with .svg or .png")
     given.limit = given.requests
@@ -124,16 +141,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target, tokenizer = loaded_target(given)
     name = given.drafter[0] if given.drafter else None
     drafter = AutoDrafter.from_pretrained(name, dtype=target.dtype) if name else AutoDrafter.for_target(target)
+    if given.beside:
+        heads = "tokens of one text", "milliseconds of a round, median", "relative to the first"
+        print_table(heads, _beside(target, drafter, given.beside, given.batch))
+        return 0
     requests = _requests(given, target, tokenizer)
     _warm_up(target, drafter, requests[0])
     found, tokens = dict[str, Any](), sum(each["max_new_tokens"] for each in requests)
     loads = dict[str, Load]()
     for way in given.ways.split(","):
-        if way == "vllm" and find_spec("vllm") is None:
-            print("vllm: not installed", file=sys.stderr)
+        if way == "vllm" and given.vllm_python == sys.executable and find_spec("vllm") is None:
+            print("vllm: not installed, and no --vllm-python", file=sys.stderr)
             continue
         load = loads[way] = Load(requests, given.clients, given.rate, given.seed)
-        tau = WAYS[way](target, drafter, load, given.batch)
+        more = {"python": given.vllm_python, "name": given.target} if way == "vllm" else {}
+        tau = WAYS[way](target, drafter, load, given.batch, **more)
         found[way] = {"tokens_per_second": load.row(tokens)[0], "first": load.row(tokens)[1:], "tau": tau}
         print(f"{way}: {found[way]}", file=sys.stderr, flush=True)
     keep(given.json, {"ways": found})
@@ -294,33 +316,74 @@ def _transformers(target: Any, drafter: Any, load: Load, batch: int) -> float:
     return 1.0
 
 
-def _vllm(target: Any, drafter: Any, load: Load, batch: int) -> float:
-    from vllm import EngineArgs, LLMEngine, SamplingParams
+def _vllm(target: Any, drafter: Any, load: Load, batch: int, python: str, name: str | None) -> float:
+    from hf_hsdraft.runtime.target_loading import target_folder
 
-    dtype = str(target.dtype).removeprefix("torch.")
-    args = EngineArgs(model=target.name_or_path, dtype=dtype, max_num_seqs=batch, max_model_len=2048)
-    engine = LLMEngine.from_engine_args(args)
-
-    def add(number: int, name: str) -> None:
-        call = load.arguments[number]
-        count = call["max_new_tokens"]
-        sampling = SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True)
-        engine.add_request(name, {"prompt_token_ids": call["input_ids"][0].tolist()}, sampling)
-
-    add(0, "first")
-    while engine.has_unfinished_requests():  # its first request takes long
-        engine.step()
+    script, dtype = str(Path(__file__).with_name("vllm_decoding.py")), str(target.dtype).removeprefix("torch.")
+    worker = LineWorker([python, script, "--steps", target_folder(name, target.dtype), dtype, str(batch)])
     load.begin()
     while not load.over:
-        for number in load.due():
-            add(number, str(number))
-        for output in engine.step():
-            number = int(output.request_id)
-            if output.outputs[0].token_ids:
-                load.first.setdefault(number, time.perf_counter())
-            if output.finished:
-                load.ended(number)
+        new = [(number, load.arguments[number]) for number in load.due()]
+        order = [[str(number), call["input_ids"][0].tolist(), call["max_new_tokens"]] for number, call in new]
+        for number, ended in worker.ask({"new": order}):
+            load.first.setdefault(int(number), time.perf_counter())
+            if ended:
+                load.ended(int(number))
+    worker.close()
     return 1.0
+
+
+def _beside(target: Any, drafter: Any, lengths: Sequence[int], batch: int) -> Iterator[list[Any]]:
+    """Times of rounds of a batch without drafts, by the length of one text."""
+    import torch
+
+    from hf_hsdraft.batching.scheduler import ContinuousBatching
+
+    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = 1.0  # nothing is drafted
+    first = None
+    for turn, length in enumerate((lengths[0], *lengths)):  # once to warm up
+        batching = ContinuousBatching(target, drafter, batch, 1 << 20)
+        for row in range(batch):
+            ids = torch.randint(5, 1000, (1, 100 if row else length), generator=torch.Generator().manual_seed(row))
+            batching.submit({"input_ids": ids, "max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}, 0)
+        batching.step()
+        times = []
+        while batching.running == batch:
+            begin = time.perf_counter()
+            batching.step()
+            times.append(1000.0 * (time.perf_counter() - begin))
+        batching.close()
+        if turn:
+            median = statistics.median(times)
+            first = median if first is None else first
+            yield [length, median, median / first]
+
+
+def _held(count: int) -> Iterator[list[Any]]:
+    """What the process holds while it decodes `count` short requests."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hf_hsdraft import HSDraftConfig, HSDrafter
+    from hf_hsdraft.batching.scheduler import ContinuousBatching
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_key_value_heads=2, eos_token_id=4, **sizes)).eval()
+    target.generation_config.pad_token_id = 0
+    drafter = HSDrafter(HSDraftConfig.for_target(target, draft_vocab_size=97, injector_rank=8)).eval()
+    drafter.generation_config.packed_weights = True  # however small
+    rng, batching = random.Random(0), ContinuousBatching(target, drafter, 4, 16, prefix_cache_tokens=200)
+    for number in range(1, count + 1):
+        ids = [*range(10, 10 + rng.choice([0, 12])), *(rng.randrange(6, 97) for _ in range(rng.randrange(1, 9)))]
+        call = {"max_new_tokens": rng.randrange(1, 8), "do_sample": rng.random() < 0.3}
+        batching.submit({"input_ids": torch.tensor([ids]), **call}, 0)
+        while batching.free < -8:
+            batching.step()
+        if number % max(count // 10, 1) == 0:
+            gc.collect()
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+            held = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+            yield [number, resident, len(gc.get_objects()), sum(each.numel() for each in held)]
 
 
 WAYS = {

@@ -1,13 +1,17 @@
 """Decodes prompts by vLLM, and writes texts, seconds and acceptance. It runs in vLLM's environment.
 
     python benchmarks/vllm_decoding.py task.json done.json
+    python benchmarks/vllm_decoding.py --steps TARGET DTYPE ROWS
 
-`vllm_parity.py` writes the task and reads the result.
+`vllm_parity.py` writes the task and reads the result. With `--steps` it takes steps of vLLM's engine for `serving.py`,
+one for each line of JSON, `{"new": [[name, ids, tokens], ...]}`, and answers with the requests that have got a token:
+`[[name, ended], ...]`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -71,9 +75,37 @@ def _counted(llm: Any) -> dict[str, list[int]]:
     return found
 
 
+def take_steps(target: str, dtype: str, rows: int) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs there
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    args = EngineArgs(model=target, dtype=dtype, max_num_seqs=rows, max_model_len=2048)
+    engine = LLMEngine.from_engine_args(args)
+
+    def step(new: list[Any]) -> list[tuple[str, bool]]:
+        for name, ids, count in new:
+            sampling = SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True)
+            engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+        found = engine.step() if engine.has_unfinished_requests() else []
+        return [(each.request_id, each.finished) for each in found if each.outputs[0].token_ids]
+
+    step([["first", [5, 6, 7], 4]])
+    while engine.has_unfinished_requests():  # the first request takes long
+        step([])
+    print("true", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(step(json.loads(line)["new"])), file=answers, flush=True)
+
+
 def main(task: str, done: str) -> None:
     Path(done).write_text(json.dumps(decode(json.loads(Path(task).read_text()))))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "--steps":
+        take_steps(*sys.argv[2:4], int(sys.argv[4]))
+    else:
+        main(*sys.argv[1:])
