@@ -148,7 +148,7 @@ def test_a_fresh_drafter_follows_its_target(target):
         ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size=5 is invalid: expected a divisor"),
         (
             {"selector_rank": 4},
-            r"markov_rank, selector_rank and domino_rank=\[256, 4, 0\] is invalid: expected at most one",
+            r"domino_rank and xpress_rank=\(256, 4, 0, 0\) is invalid: expected at most one",
         ),
         ({"no_such_field": 1}, "has no no_such_field"),
         ({"sights": (Sight(),)}, "sights=.*one for each of the 3 layers"),

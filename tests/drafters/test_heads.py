@@ -23,6 +23,7 @@ KINDS = (
     "Medusa, TGI's layout, output layer of the target",
     "Medusa, vLLM's layout, token map, scaled",
     "Hydra",
+    "Hydra++",
     "MLPSpeculator, tied, input normed",
     "LSTM speculator",
 )

@@ -6,14 +6,16 @@ decodes with it. Every draft of the call is then computed by the reference, on t
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     Gemma3TextConfig,
@@ -31,6 +33,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 
 from hf_hsdraft.core.cache_name import CACHE
+from hf_hsdraft.runtime.target_parts import before_norm
 from oracles.format_parity import (
     HIDDEN,
     NEW_TOKENS,
@@ -105,7 +108,7 @@ def speculators_model(
     """Returns a drafter of the package speculators for a target; `layer` are fields of its layers' configuration."""
     layers = Qwen3Config(**{"vocab_size": VOCABULARY, "num_hidden_layers": 2, **SIZES, **(layer or {})})
     taps = {"aux_hidden_state_layer_ids": list(TAPS), "mask_token_id": MASK, "block_size": SLOTS}
-    model = speculators_drafter(kind, layers, ids, SLOTS, **taps, **fields)
+    model = speculators_drafter(kind, layers, ids, SLOTS, **{**taps, **fields})
     with torch.no_grad():
         model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
         model.lm_head.weight.copy_(target.get_output_embeddings().weight[list(ids or range(VOCABULARY))])
@@ -126,6 +129,10 @@ def speculators_slots(model: Any, taps: torch.Tensor, text: Sequence[int], ancho
     if getattr(model, "markov_head", None) is not None:
         bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden[None])[0]
         return logits + bias
+    if getattr(model, "refiner_head", None) is not None:
+        if not model.config.sample_from_anchor:
+            before[0, 0] = text[anchor - 1]
+        return logits + model.refiner_head.block_bias(before, hidden_states=hidden[None])[0]
     if getattr(model, "prefix_gru", None) is not None:
         return logits + _domino_bias(model, hidden, list(text[anchor : anchor + SLOTS]))
     if getattr(model, "candidate_selector", None) is not None:
@@ -169,12 +176,23 @@ def of_domino(target: Any, shift_label: bool, early: bool = False) -> BlockRefer
     return BlockReference("DFlashDraftModel, and the formula", save, slots, first_slot=0 if shift_label else 1)
 
 
-def of_speculators(target: Any, kind: str, **fields: Any) -> BlockReference:
-    """Returns a drafter as the package speculators saves it; the arguments are those of `speculators_model`."""
+def of_speculators(target: Any, kind: str, left_out: Sequence[str] = (), **fields: Any) -> BlockReference:
+    """Returns a drafter as the package speculators saves it; further arguments are those of `speculators_model`.
+
+    Fields of config.json may be `left_out`.
+    """
     model = speculators_model(target, kind, **fields)
     first = 0 if model.config.sample_from_anchor else 1
     slots = partial(speculators_slots, model)
-    return BlockReference(type(model).__name__, model.save_pretrained, slots, first_slot=first)
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        document = json.loads((folder / "config.json").read_text())
+        kept = {name: value for name, value in document.items() if name not in left_out}
+        (folder / "config.json").write_text(json.dumps(kept))
+
+    taps = before_norm(model.config.aux_hidden_state_layer_ids, target.config.num_hidden_layers)
+    return BlockReference(type(model).__name__, save, slots, taps, first_slot=first)
 
 
 def _layer_fields(model: Any) -> dict[str, Any]:
@@ -207,7 +225,9 @@ def of_deepspec(target: Any, copied: dict[str, Any] | None = None, **fields: Any
     """
     model = speculators_model(target, "dspark", **fields)
     own = {"block_size": SLOTS, "num_anchors": 512, **_LAYOUT, **_heads_of(model), **(copied or {})}
-    return renamed(model, "Qwen3DSparkModel", OF_TARGET[2:], **own)
+    made = renamed(model, "Qwen3DSparkModel", OF_TARGET[2:], **own)
+    taps = [layer + 1 for layer in own["target_layer_ids"]]
+    return replace(made, taps=before_norm(taps, target.config.num_hidden_layers))
 
 
 def of_specforge(target: Any, **fields: Any) -> BlockReference:
@@ -221,11 +241,22 @@ def of_specforge(target: Any, **fields: Any) -> BlockReference:
     )  # fmt: skip
 
 
-def of_zlab2(target: Any) -> BlockReference:
-    """Returns a DFlash2 drafter as z-lab writes it, by the class of speculators."""
+def of_zlab2(target: Any, codebooks: bool = False) -> BlockReference:
+    """Returns a DFlash2 drafter as z-lab writes it, by the class of speculators; `codebooks` are modules in some."""
     model = speculators_model(target, "dflash2", **DFLASH2)
     own = {**_LAYOUT, "block_size": SLOTS, **DFLASH2}
-    return renamed(model, "DFlash2DraftModel", OF_TARGET, first_slot=1, dflash_config=own)
+    made = renamed(model, "DFlash2DraftModel", OF_TARGET, first_slot=1, dflash_config=own)
+    if not codebooks:
+        return made
+
+    def save(folder: Path) -> None:
+        made.save(folder)
+        tensors = load_file(folder / "model.safetensors")
+        end = "_codebook"
+        tensors = {f"{name}.weight" if name.endswith(end) else name: each for name, each in tensors.items()}
+        save_file(tensors, folder / "model.safetensors")
+
+    return replace(made, save=save)
 
 
 class GemmaLayer(nn.Module):
@@ -420,12 +451,12 @@ _QWEN3_5: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25,
                         "mrope_interleaved": True, "mrope_section": [1, 1, 2]},
 }  # fmt: skip
-_SCALING = {
+SCALING = {
     "kind": Gemma3TextConfig, "head_dim": 8, "num_key_value_heads": 4, "query_pre_attn_scalar": 8, "sliding_window": 64,
 }  # fmt: skip
 
 CASES = tuple(
-    Case(name, partial(make, **fields), _SCALING if "scales" in name else {})
+    Case(name, partial(make, **fields), SCALING if "scales" in name else {})
     for name, make, fields in (
         ("speculators dflash", partial(of_speculators, kind="dflash"), {"ids": DRAFTED}),
         ("speculators dflash, whole vocabulary, YaRN", partial(of_speculators, kind="dflash"), {
@@ -434,6 +465,16 @@ CASES = tuple(
         ("speculators dflash, anchor first, biases", partial(of_speculators, kind="dflash"), {
             "sample_from_anchor": True, "layer": {"attention_bias": True, "rope_parameters": {
                 "rope_type": "default", "rope_theta": 300.0}}}),
+        ("speculators dflash, sliding, not causal", partial(of_speculators, kind="dflash"), {
+            "layer": SLIDING, "sliding_window_non_causal": True}),
+        ("speculators dflash, sliding, causality not told", partial(of_speculators, kind="dflash"), {
+            "layer": SLIDING, "left_out": ["sliding_window_non_causal"]}),
+        ("speculators dflash, last layer before the norm", partial(of_speculators, kind="dflash"), {
+            "aux_hidden_state_layer_ids": [1, 3, 6]}),
+        ("speculators dflash, rotary factor of the target", partial(of_speculators, kind="dflash"), {
+            "layer": {"rope_parameters": {
+                "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25}}}),
+        ("speculators dflash, target that scales, its rows", partial(of_speculators, kind="dflash"), {}),
         ("speculators dflash2", partial(of_speculators, kind="dflash2"), DFLASH2),
         ("speculators dflash2, sliding", partial(of_speculators, kind="dflash2"), {**DFLASH2, "layer": SLIDING}),
         ("speculators dspark, vanilla", partial(of_speculators, kind="dspark"), {**HEAD, "ids": DRAFTED}),
@@ -443,7 +484,19 @@ CASES = tuple(
             **HEAD, "markov_head_type": "rnn", "sample_from_anchor": False, "confidence_head_with_markov": False}),
         ("speculators dspark, rank 0", partial(of_speculators, kind="dspark"), {
             "markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}),
+        ("speculators xpress", partial(of_speculators, kind="xpress"), {"xpress_rank": 8, "std": 0.2}),
+        ("speculators xpress, anchor first, part of the vocabulary", partial(of_speculators, kind="xpress"), {
+            "xpress_rank": 8, "xpress_mlp_ratio": 3, "sample_from_anchor": True, "ids": DRAFTED, "std": 0.2}),
+        ("speculators dspark, first slot not told", partial(of_speculators, kind="dspark"), {
+            **HEAD, "left_out": ["sample_from_anchor"]}),
+        ("speculators dspark, fill-in", partial(of_speculators, kind="dspark"), {**HEAD, "sample_from_anchor": False}),
+        ("speculators dspark, confidence of the state alone", partial(of_speculators, kind="dspark"), {
+            **HEAD, "confidence_head_with_markov": False}),
         ("DeepSpec, vanilla", of_deepspec, HEAD),
+        ("DeepSpec, gated", of_deepspec, {**HEAD, "markov_head_type": "gated"}),
+        ("DeepSpec, rnn", of_deepspec, {**HEAD, "markov_head_type": "rnn"}),
+        ("DeepSpec, embeddings and the last layer before the norm", of_deepspec, {
+            **HEAD, "copied": {"target_layer_ids": [-1, 2, 5]}}),
         ("DeepSpec, rank 0 (DFlash, anchor first)", of_deepspec, {
             "markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}),
         ("DeepSpec, copy of Qwen3.5", of_deepspec, {
@@ -454,14 +507,18 @@ CASES = tuple(
         ("SpecForge DSpark, gated, no confidence", of_specforge, {
             **HEAD, "markov_head_type": "gated", "enable_confidence_head": False,
             "confidence_head_with_markov": False}),
+        ("SpecForge DSpark, rnn", of_specforge, {**HEAD, "markov_head_type": "rnn"}),
         ("SpecForge Domino", of_domino, {"shift_label": True}),
         ("SpecForge Domino, fill-in, early names", of_domino, {"shift_label": False, "early": True}),
         ("z-lab DFlash", of_zlab, {}),
         ("z-lab DFlash, target that scales", of_zlab, {}),
         ("z-lab DFlash2", of_zlab2, {}),
+        ("z-lab DFlash2, codebooks as modules", of_zlab2, {"codebooks": True}),
         ("JetSpec", of_zlab, {"causal": True}),
         ("JetSpec, by its authors' code", of_zlab, {"causal": True, "by_authors": True}),
         ("transformers DFlash", of_transformers, {}),
+        ("transformers DFlash, sliding alone", of_transformers, {
+            "layer_types": ["sliding_attention"] * 2, "sliding_window": 9}),
         ("transformers DFlash, sliding", of_transformers, {"layer_types": SLIDING["layer_types"], "sliding_window": 6}),
     )
 )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from oracles.block_parity import MASK, SLOTS, TAPS, BlockReference, parity
+from oracles.block_parity import MASK, SCALING, SLOTS, TAPS, BlockReference, parity
 from oracles.format_parity import HIDDEN, SIZES, VOCABULARY, Case, write
 
 HEADS, KEYS, SIZE, INNER, EPS, THETA = 4, 2, SIZES["head_dim"], SIZES["intermediate_size"], 1e-6, 7000.0
@@ -42,6 +42,8 @@ class Variant:
     head: int = 0  # rows of an output layer of its own
     drafted: Sequence[int] | None = None  # tokens of these rows, by d2t
     scale: float = 1.0  # of all logits
+    cap: float = 0.0  # of all logits, after the factor; 0 for none
+    biases: bool = False  # of attention
     markov: str = ""  # type of the head that reads the token before
     markov_size: int = VOCABULARY  # rows of that head
     markov_rows: int = 0  # of its last product, if fewer
@@ -68,6 +70,8 @@ def tensors_of(variant: Variant) -> Tensors:
         for name, heads in (("q", HEADS), ("k", KEYS), ("v", KEYS)):
             found[f"{place}self_attn.{name}_proj.weight"] = drawn(heads * SIZE, HIDDEN)
         found[f"{place}self_attn.o_proj.weight"] = drawn(HIDDEN, HEADS * SIZE)
+        for name in "qkvo" if variant.biases else "":
+            found[f"{place}self_attn.{name}_proj.bias"] = drawn(len(found[f"{place}self_attn.{name}_proj.weight"]))
         for name in ("q_norm", "k_norm"):
             found[f"{place}self_attn.{name}.weight"] = drawn(SIZE, centre=centre)
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -128,7 +132,8 @@ def slots_of(
         both = torch.cat([context, inputs])
 
         def heads(x: torch.Tensor, name: str, place: str = place) -> torch.Tensor:
-            return (x @ tensors[f"{place}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, SIZE))
+            made = x @ tensors[f"{place}self_attn.{name}_proj.weight"].T
+            return (made + tensors.get(f"{place}self_attn.{name}_proj.bias", 0.0)).unflatten(-1, (-1, SIZE))
 
         queries = rotated(norm(heads(inputs, "q"), f"{place}self_attn.q_norm"), places[anchor:])
         keys = rotated(norm(heads(both, "k"), f"{place}self_attn.k_norm"), places)
@@ -143,7 +148,7 @@ def slots_of(
             sink = tensors[f"{place}self_attn.attention_sink_bias"][:, None, None].expand(-1, SLOTS, -1)
             scores = torch.cat([scores, sink], dim=-1)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., : len(places)], values).flatten(1)
-        x = x + mixed @ tensors[f"{place}self_attn.o_proj.weight"].T
+        x = x + mixed @ tensors[f"{place}self_attn.o_proj.weight"].T + tensors.get(f"{place}self_attn.o_proj.bias", 0.0)
         inputs = norm(x, f"{place}post_attention_layernorm")
         gate, up, down = (tensors[f"{place}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         x = x + (silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T
@@ -155,7 +160,8 @@ def slots_of(
             gate = tensors["markov_head.gate_proj.weight"], tensors["markov_head.gate_proj.bias"]
             rows = rows * (torch.cat([x, rows], dim=-1) @ gate[0].T + gate[1]).sigmoid()
         logits = logits + (rows @ tensors["markov_head.markov_w2.weight"].T)[:, : logits.shape[1]]
-    return logits[:, :VOCABULARY] * variant.scale
+    logits = logits[:, :VOCABULARY] * variant.scale
+    return torch.tanh(logits / variant.cap) * variant.cap if variant.cap else logits
 
 
 def of_variant(variant: Variant, target: Any) -> BlockReference:
@@ -173,7 +179,8 @@ def of_variant(variant: Variant, target: Any) -> BlockReference:
 
     def named(name: str) -> str:
         old = next((old for old in variant.renamed if name.startswith(old)), "")
-        return variant.renamed.get(old, "") + name.removeprefix(old)
+        new = variant.renamed.get(old, "")
+        return new + (name if new == "model." else name.removeprefix(old))
 
     def save(folder: Path) -> None:
         left_out = ("mask_row", *variant.left_out)
@@ -216,6 +223,12 @@ VARIANTS = {
     "use_swa, window at the top": Variant({"sliding_window": 6}, {"use_swa": True}, sights=_NEAR),
     "use_swa false, layer_types sliding, window in dflash_config": Variant(
         {"layer_types": SLIDING}, {"swa_window_size": 6, "use_swa": False}, sights=((6, True), (None, False))),
+    "layer_types mixed": Variant({"layer_types": SLIDING, "sliding_window": 6}, sights=((6, True), (None, False))),
+    "layer_types mixed, is_causal false": Variant(
+        {"layer_types": SLIDING, "sliding_window": 6, "is_causal": False}, sights=((6, False), (None, False))),
+    "layer_types sliding, is_causal false, window below the block": Variant(
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3, "is_causal": False}, sights=((3, False),) * 2),
+    "causal in dflash_config": Variant(own={"causal": True}, sights=((None, True),) * 2),
     "layer_types full, causal": Variant({"layer_types": FULL, "is_causal": True}, sights=((None, True),) * 2),
     # Factors, layouts and sinks of the layers
     "attention_value_scale (MiMo)": Variant(own={"attention_value_scale": 0.612}, value_scale=0.612),
@@ -244,6 +257,10 @@ VARIANTS = {
     "last layer, told to be before the norm": Variant(
         taps=(1, 3, 7), own={"target_layer_ids": [0, 2, 5]}, given={"last_tap_is_normed": False}),
     "logit_scale (Cohere)": Variant({"logit_scale": 0.0625}, scale=0.0625),
+    "factor and cap of logits": Variant(
+        own={"output_multiplier": 0.5, "final_logit_softcapping": 3.0}, scale=0.5, cap=3.0),
+    "attention_bias": Variant({"attention_bias": True}, biases=True),
+    "target that scales, its rows told": Variant(own={"input_embedding_scale": 1.0}, embed_scale=1.0),
     # Tables of the drafter's own: vLLM's `process_eagle_weight` and `Qwen3DSparkForCausalLM`
     "own embed_tokens": Variant(embedding=VOCABULARY),
     "own lm_head": Variant(head=VOCABULARY),
@@ -291,6 +308,10 @@ VARIANTS = {
         mask_row=lambda row: {"embedding": row[None], "mask_token_id": MASK, "per_position": False}),
     "mask_embedding.pt, mask beyond the vocabulary": Variant(
         mask=VOCABULARY, mask_row=lambda row: {"embedding": row, "mask_token_id": VOCABULARY}),
+    "block_size in dflash_config": Variant({"block_size": None}, {"block_size": SLOTS}),
+    "no architectures": Variant({"architectures": None}),
+    "architectures of a language model": Variant({"architectures": ["Qwen3ForCausalLM"]}),
+    "tensors with a prefix": Variant(renamed=dict.fromkeys(("fc.", "hidden_norm.", "layers.", "norm."), "model.")),
     "tensors by names of transformers and EAGLE-3": Variant(renamed={
         "fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "layers.0.": "midlayer."}),
     # What a target's configuration has, and z-lab's class does not read
@@ -304,6 +325,9 @@ VARIANTS = {
 _REFUSED = {
     "LiLiCorr": Variant(own={"lilicorr_num_layers": 2}),
     "Kimi K3's DSpark (MLA)": Variant({"architectures": ["K3DSparkModel"]}),
+    "Clover": Variant({"architectures": ["CloverForCausalLM"], "model_type": "clover"}),
+    "Laguna's DFlash": Variant({"architectures": ["DFlashLagunaForCausalLM"]}),
+    "DeepSeek V4's DSpark": Variant({"model_type": "deepseek_v4", "architectures": ["DSparkDraftModel"]}),
     "DFlare": Variant({"architectures": ["DFlareDraftModel"]}),
     "an unknown number": Variant(own={"residual_scale": 0.5}),
     "an unknown switch": Variant(own={"embed_norm": True}),
@@ -315,4 +339,7 @@ _REFUSED = {
     "descending layers": Variant(own={"target_layer_ids": [4, 2, 0]}),
 }
 REFUSED = tuple(Case(f"z-lab layout, {name}", partial(of_variant, variant)) for name, variant in _REFUSED.items())
-CASES = tuple(Case(f"z-lab layout, {name}", partial(of_variant, variant)) for name, variant in VARIANTS.items())
+CASES = tuple(
+    Case(f"z-lab layout, {name}", partial(of_variant, variant), SCALING if "scales" in name else {})
+    for name, variant in VARIANTS.items()
+)

@@ -7,6 +7,7 @@ transformers. Each case is a line of `CASES`: fields of config.json, what the ne
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,10 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from oracles.format_parity import HIDDEN, SIZES, Case, Reference, write
+from oracles.quantised_weights import CASES as WEIGHTS
+from oracles.quantised_weights import GENERATOR
 
 TOKENS, LAYERS = 64, 8
 DRAFTED = tuple(range(1, TOKENS, 2))  # a part of the vocabulary
@@ -63,10 +67,12 @@ class Network:
         theta: float = 10000.0,
         scale: float = 1.0,
         inner: int = INNER,
+        window: int | None = None,  # positions that a layer attends to, the own one included
+        act: Callable[[torch.Tensor], torch.Tensor] = F.silu,
         latent: dict[str, Any] | None = None,  # fields of `DeepseekV3Config`
     ) -> None:
         self.older, self.layers, self.all_read, self.scale = older, layers, all_read, scale
-        self.rotated, self.theta, self.latent = rotated, theta, latent
+        self.rotated, self.theta, self.latent, self.window, self.act = rotated, theta, latent, window, act
         products: dict[str, tuple[int, int]] = {}
         norms: dict[str, int] = {} if older else {"norm": HIDDEN}
         if fc:
@@ -131,11 +137,11 @@ class Network:
         query, key, value = (self.by(f"{place}{name}_proj", x).view(-1, WIDTH) for name in "qkv")
         seen.append((turned(key, position, self.rotated, self.theta), value))
         query = turned(query, position, self.rotated, self.theta)
-        mixed = []
+        mixed, near = [], seen if self.window is None else seen[-self.window :]
         for head in range(HEADS):
             group = head * GROUPS // HEADS
-            scores = torch.stack([key[group] @ query[head] for key, _ in seen]) / WIDTH**0.5
-            mixed.append(scores.softmax(dim=0) @ torch.stack([value[group] for _, value in seen]))
+            scores = torch.stack([key[group] @ query[head] for key, _ in near]) / WIDTH**0.5
+            mixed.append(scores.softmax(dim=0) @ torch.stack([value[group] for _, value in near]))
         return self.by(f"{place}o_proj", torch.cat(mixed))
 
     def row(self, x: torch.Tensor, embedded: torch.Tensor, position: int, seen: list[list[Any]]) -> torch.Tensor:
@@ -150,7 +156,7 @@ class Network:
                 inputs = x if self.older and index == 0 else self.normed(f"{place}input_layernorm", x)
             x = x + self.attended(index, inputs, position, seen[index])
             inner = self.normed(f"{place}post_attention_layernorm", x)
-            gate = F.silu(self.by(f"{place}mlp.gate_proj", inner))
+            gate = self.act(self.by(f"{place}mlp.gate_proj", inner))
             x = x + self.by(f"{place}mlp.down_proj", gate * self.by(f"{place}mlp.up_proj", inner))
         return x
 
@@ -196,12 +202,20 @@ def by_hand(
     pickled: bool = False,
     nested: str = "",  # table of config.json that has the fields of layers
     layer: dict[str, Any] | None = None,  # further ones of these
+    quantised: str = "",  # how a weight is, see `quantised_weights`
+    dtype: torch.dtype = torch.float32,  # of the files
+    sharded: bool = False,
     **network: Any,
 ) -> Reference:
     """Returns a drafter as `Network` computes it, in files of the names and fields of a project."""
     older = network.get("older", False)
     drafted = TOKENS if ids is None else len(ids)
     made = Network(**{"drafted": drafted, "taps": 3 if taps is None else len(taps), **network})
+    made.state = {name: each.to(dtype).float() for name, each in made.state.items()}
+    if quantised:
+        GENERATOR.manual_seed(1)
+        own, parts, right = WEIGHTS[quantised]()
+        config, made.state[f"{_PACKED}.weight"] = {**(config or {}), **own}, right.float()
     table = made.state.get("embed_tokens.weight", target.get_input_embeddings().weight.detach())
     rows = target.get_output_embeddings().weight.detach()
     head = made.state.get("lm_head.weight", rows if ids is None else rows[list(ids)])[: TOKENS if ids is None else None]
@@ -217,15 +231,26 @@ def by_hand(
     document = {"model_type": "llama", "max_position_embeddings": 2048, **known, **(config or {})}
     if nested:
         document = {nested: known | {"model_type": "llama", **(layer or {})}, **(config or {})}
-    tensors = {names(name): tensor for name, tensor in made.state.items()} | (further or {})
+    tensors = {names(name): tensor.to(dtype) for name, tensor in made.state.items()} | (further or {})
+    if quantised:
+        tensors.pop(names(f"{_PACKED}.weight"))
+        ends = {part: f".weight{part}" if part.startswith("_") or not part else f".{part}" for part in parts}
+        tensors |= {names(_PACKED + ends[part]): each for part, each in parts.items()}
     if ids is not None and maps:
         tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
 
     def save(folder: Path) -> None:
         write(folder, {name: value for name, value in document.items() if value is not ...}, tensors)
-        if pickled:
+        if pickled or sharded:
             (folder / "model.safetensors").unlink()
+        if pickled:
             torch.save(tensors, folder / "pytorch_model.bin")
+        if sharded:
+            files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+            placed = {name: files[index % 2] for index, name in enumerate(tensors)}
+            for file in files:
+                save_file({name: each.clone() for name, each in tensors.items() if placed[name] == file}, folder / file)
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
         for name, content in (beside or {}).items():
             torch.save(content, folder / name)
 
@@ -237,6 +262,7 @@ def _as_is(name: str) -> str:
     return name
 
 
+_PACKED = "layers.0.mlp.down_proj"  # a weight of the shape of those in `quantised_weights`
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _LEGACY = {f"fc_norm.{index}.": f"aux_norm_{name}." for index, name in enumerate(("low", "mid", "high"))}
 _COPIED = dict.fromkeys((
@@ -319,6 +345,34 @@ CASES = tuple(
             "names": _as_is, "layers": 2, "latent": {**LATENT, "q_lora_rank": None, "rope_parameters": _DEEP_YARN},
             "config": {**_MLA, "q_lora_rank": None, "head_dim": 4, "seq_aux": True, "rope_theta": 50.0,
                        "rope_scaling": {**_DEEP_YARN, "rope_type": "deepseek_yarn"}}},
+        "whole vocabulary, no maps": {"config": {"draft_vocab_size": TOKENS}, **_WHOLE},
+        "whole vocabulary, map of zeros": {
+            "config": {"draft_vocab_size": TOKENS}, **_WHOLE, "further": {"d2t": torch.zeros(TOKENS).long()}},
+        "map in int32": {
+            "maps": False, "further": {"d2t": (torch.tensor(DRAFTED) - torch.arange(len(DRAFTED))).int()}},
+        "sharded files": {"sharded": True},
+        "midlayer and two more layers": {"layers": 3},
+        "ModelOpt, two layers": {
+            "names": _as_is, "layers": 2, "config": {"eagle_config": {
+                "next_layer_regular": True, "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True}}},
+        "type qwen2 (QwQ), biases, unused window": {
+            "config": {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False},
+            "biases": ["q_proj", "k_proj", "v_proj"]},
+        "type phi3 (Phi-4)": {"config": {"model_type": "phi3"}},
+        "one hidden state": {"taps": (6,), "config": {_IDS: [6], "num_aux_hidden_states": 1}},
+        "head_dim null": {"config": {"head_dim": None}},
+        "NeMo AutoModel, GELU of Gemma": {
+            "config": {"hidden_act": "gelu_pytorch_tanh"}, "act": partial(F.gelu, approximate="tanh")},
+        "full attention told, and a window": {
+            "config": {"layer_types": ["full_attention"], "sliding_window": 4}},
+        "vLLM, sliding window": {
+            "config": {"layer_types": ["sliding_attention"], "sliding_window": 9, "use_sliding_window": True},
+            "window": 9},
+        "files in bfloat16, quantisation of the target": {
+            "dtype": torch.bfloat16, "config": {"dtype": "bfloat16", "quantization_config": {
+                "quant_method": "fp8", "ignored_layers": ["midlayer", "fc", "lm_head"]}}},
+        "files in float16, pickled": {"dtype": torch.float16, "pickled": True},
+        **{f"quantised, {name}": {"quantised": name} for name in WEIGHTS},
         "EAGLE-1, bias": {**_OLDER, "biases": ["fc"], "embedding": True, "pickled": True},
         "EAGLE-1, no bias": {**_OLDER, "config": {"bias": False, "rope_theta": 50.0}, "theta": 50.0},
         "EAGLE-2, biases of Qwen2": {

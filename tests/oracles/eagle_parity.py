@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_hsdraft.runtime.target_parts import before_norm
-from oracles import eagle_by_hand
+from oracles import eagle_by_hand, eagle_gemma
 from oracles.eagle_by_hand import DRAFTED, LAYERS, OF_AUTHORS, TOKENS
 from oracles.format_parity import (
     HIDDEN,
@@ -98,7 +98,11 @@ def speculators_model(
     """Returns a drafter of the package speculators; `layer` are fields of its layers' configuration."""
     sizes = {"vocab_size": TOKENS, "num_hidden_layers": 1, **SIZES, **(layer or {})}
     layers = (Qwen3Config if qwen else LlamaConfig)(**sizes)
-    return speculators_drafter(kind, layers, ids, 4, 0.2, eagle_aux_hidden_state_layer_ids=list(taps), **fields)
+    model = speculators_drafter(kind, layers, ids, 4, 0.2, eagle_aux_hidden_state_layer_ids=list(taps), **fields)
+    if (width := fields.get("target_hidden_size", layers.hidden_size)) != layers.hidden_size:
+        model.fc = torch.nn.Linear(len(taps) * width, layers.hidden_size, bias=False)  # its class knows one width
+        randomise(model, 0.2)
+    return model
 
 
 def _heads(model: Any, run: Callable[[], Any]) -> list[torch.Tensor]:
@@ -250,6 +254,10 @@ def _rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 50.0, **fields}, "max_position_embeddings": 256}
 
 
+def _scaling(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, **fields}, "rope_theta": 50.0, "max_position_embeddings": 256}
+
+
 _SCALED = {"factor": 4.0, "original_max_position_embeddings": 16}
 _SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 6, "use_sliding_window": True}
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -265,7 +273,7 @@ _OF_OPTIMIZER = {  # ModelOpt
 }
 _PARALLEL = {"kind": "peagle", "mask_token_id": MASK, "first_layer": "layers.0", "own_embedding": True}
 
-CASES = eagle_by_hand.CASES + tuple(
+CASES = eagle_by_hand.CASES + eagle_gemma.CASES + tuple(
     Case(name, partial(make, **fields))
     for name, make, fields in (
         ("speculators eagle3", of_speculators, {}),
@@ -288,6 +296,22 @@ CASES = eagle_by_hand.CASES + tuple(
             "kind": "peagle", "mask_token_id": MASK, "layer": {"num_hidden_layers": 2}}),
         ("speculators peagle, sliding", of_speculators, {
             "kind": "peagle", "mask_token_id": MASK, "layer": _SLIDING, "qwen": True}),
+        ("speculators eagle3, narrower than the target", of_speculators, {
+            "layer": {"hidden_size": 24, "intermediate_size": 40}, "target_hidden_size": HIDDEN,
+            "embed_requires_grad": True}),
+        ("speculators eagle3, positions of several axes", of_speculators, {
+            "layer": _rope("default", mrope_section=[1, 1, 2], mrope_interleaved=True)}),
+        *((f"speculators peagle, {name}", of_speculators, {"kind": "peagle", "mask_token_id": MASK, **fields})
+          for name, fields in (
+              ("own embedding", {"embed_requires_grad": True}),
+              ("embedding of the target", {"embed_requires_grad": False}),
+              ("four layers", {"layer": {"num_hidden_layers": 4}}),
+              ("norm_before_residual, fc_norm", {"norm_before_residual": True, "fc_norm": True}),
+              ("norm_before_fc", {"norm_before_fc": True}),
+              ("norm_output", {"norm_output": True}),
+              ("layers of Qwen3", {"qwen": True}),
+              ("whole vocabulary", {"ids": None}),
+          )),
         ("EAGLE-3 of its authors", of_authors, {}),
         ("EAGLE-3 of its authors, rope_theta", of_authors, {"theta": 50.0}),
         ("EAGLE-3 of its authors, own embedding", renamed, {"taps": OF_AUTHORS, "config": {}, "own_embedding": True}),
@@ -317,6 +341,37 @@ CASES = eagle_by_hand.CASES + tuple(
             "layer": _rope("default")}),
         ("ModelOpt, no layers named", renamed, {
             "taps": OF_AUTHORS, "first_layer": "layers.0", "config": _OF_OPTIMIZER, "layer": _rope("default")}),
+        ("AngelSlim, layers of Qwen3", renamed, {
+            "taps": OF_AUTHORS, "qwen": True, "config": {
+                "model_type": "qwen3", "architectures": ["Eagle3Qwen3ForCausalLM"]}}),
+        ("gpt-oss, wide heads", renamed, {
+            "taps": OF_AUTHORS, "layer": {"head_dim": 16}, "config": {"head_dim": 16}}),
+        ("gpt-oss, norm_before_fc in eagle_config", renamed, {
+            "taps": OF_AUTHORS, "norm_before_fc": True, "config": {"eagle_config": {"norm_before_fc": True}}}),
+        ("vLLM, norm_before_fc", renamed, {
+            "taps": OF_AUTHORS, "norm_before_fc": True, "config": {"norm_before_fc": True}}),
+        ("vLLM, norm_before_residual", renamed, {
+            "taps": OF_AUTHORS, "norm_before_residual": True, "config": {"norm_before_residual": True}}),
+        ("vLLM, narrower than the target", renamed, {
+            "taps": OF_AUTHORS, "own_embedding": True, "target_hidden_size": HIDDEN, "embed_requires_grad": True,
+            "layer": {"hidden_size": 24, "intermediate_size": 40},
+            "config": {"hidden_size": 24, "intermediate_size": 40, "target_hidden_size": HIDDEN}}),
+        ("vLLM, last layer before the norm", renamed, {
+            "taps": (1, 4, LAYERS + 1), "config": {_IDS: [1, 4, LAYERS]}}),
+        ("Llama 3's positions", renamed, {
+            "taps": OF_AUTHORS, "layer": _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **_SCALED),
+            "config": _scaling("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **_SCALED)}),
+        ("YaRN with mscale (DeepSeek)", renamed, {
+            "taps": OF_AUTHORS, "layer": _rope("yarn", mscale=1.0, mscale_all_dim=0.5, **_SCALED),
+            "config": _scaling("yarn", mscale=1.0, mscale_all_dim=0.5, **_SCALED)}),
+        ("YaRN, not truncated (gpt-oss)", renamed, {
+            "taps": OF_AUTHORS, "layer": _rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **_SCALED),
+            "config": _scaling("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **_SCALED)}),
+        ("linear positions", renamed, {
+            "taps": OF_AUTHORS, "layer": _rope("linear", factor=3.0), "config": _scaling("linear", factor=3.0)}),
+        ("rope_parameters of transformers 5", renamed, {
+            "taps": OF_AUTHORS, "layer": _rope("default"), "config": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}}),
         ("SGLang, tied head", renamed, {
             "taps": OF_AUTHORS, "own_embedding": True, "ids": None, "tied": True,
             "config": {"tie_word_embeddings": True, "draft_vocab_size": None}}),

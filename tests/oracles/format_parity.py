@@ -162,7 +162,10 @@ def taps_of(target: Any, text: Sequence[int], layers: Sequence[int]) -> torch.Te
 
 
 OF_TARGET = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
-_CLASSES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "Eagle3", "peagle": "PEagle"}
+_CLASSES = {
+    "dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "Eagle3", "peagle": "PEagle",
+    "xpress": "XPress",
+}  # fmt: skip
 
 
 def speculators_drafter(

@@ -7,9 +7,11 @@ further names and fields.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from oracles.format_parity import (
     Reference,
     Round,
     compared,
+    randomise,
     taps_of,
     texts_of,
     tiny_target,
@@ -56,11 +59,19 @@ def parity(case: Case, every: int = 1) -> Parity:
 
     def distance(each: Round, text: Sequence[int]) -> float:
         path = [*text[each.length - 1 :], *[11] * HEADS][: each.expansion.depth]
-        expected = reference.logits(read[each.row][each.length - 2], path).log_softmax(dim=-1)
+        taps = read[each.row][: each.length - 1]
+        expected = reference.logits(taps if isinstance(reference, TextReference) else taps[-1], path).log_softmax(
+            dim=-1
+        )
         return float((each.log_probs(path) - expected).abs().max())
 
     with torch.no_grad():
         return compared(case.name, reference.name, noting.rounds, texts, distance, every)
+
+
+@dataclass(frozen=True)
+class TextReference(Reference):
+    """Its `logits` is given the hidden states of the whole text, `[t, H]`."""
 
 
 def random_weights(std: float = 0.3, **shapes: Sequence[int]) -> Weights:
@@ -157,6 +168,35 @@ def hydra(target: Any, layers: int = 1, grounded: bool = True, offset: int = 0) 
     return Reference("Hydra's formula", save, logits, (LAYERS - offset,))
 
 
+def hydra_prefix(target: Any, layers: int = 1, grounded: bool = True) -> Reference:
+    """Hydra++: a decoder layer of the target's class reads the hidden states before Hydra's heads (`prefix_mlp_head`).
+
+    The layer and its norm are transformers' Llama.
+    """
+    from transformers import LlamaModel
+
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = 1
+    prefix, heads = LlamaModel(config).eval(), hydra(target, layers, grounded)
+    randomise(prefix, 0.2)
+
+    def logits(hidden: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
+        return heads.logits(prefix(inputs_embeds=hidden[None]).last_hidden_state[0, -1], path)
+
+    def save(folder: Path) -> None:
+        heads.save(folder)
+        stored, tensors = torch.load(folder / "hydra_lm_head.pt"), {}
+        for name in [name for name in stored if name.startswith(("hydra_mlp", "hydra_lm_head"))]:
+            part, head, *rest = name.split(".")
+            inner = [str(2 * int(rest[0]) + 1), *rest[1:]] if part == "hydra_mlp" else ["1", *rest]
+            tensors[".".join([part, head, *inner])] = stored[name]
+        tensors |= {f"prefix_embeding_layer.{name}": each for name, each in prefix.state_dict().items()}
+        document = json.loads((folder / "config.json").read_text())
+        _pickled(folder, {**document, "hydra_head_arch": "prefix-mlp"}, tensors, "hydra_lm_head.pt")
+
+    return TextReference("Hydra's formula, and LlamaModel", save, logits, heads.taps)
+
+
 def _normed(x: torch.Tensor) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean() + 1e-6)
 
@@ -249,6 +289,9 @@ CASES = (
     _case("Hydra", hydra),
     _case("Hydra, two blocks, an earlier layer", hydra, layers=2, offset=2),
     _case("Hydra, not grounded", hydra, grounded=False),
+    _case("Hydra++", hydra_prefix),
+    _case("Hydra++, two blocks", hydra_prefix, layers=2),
+    _case("Hydra++, not grounded", hydra_prefix, grounded=False),
     _case("MLPSpeculator", mlp),
     _case("MLPSpeculator, tied, input normed", mlp, tied=True, scale=True),
     _case("MLPSpeculator, no prefix, width of the target", mlp, prefix="", inner=HIDDEN),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +140,11 @@ class DecoderLayer(nn.Module):
         self.self_attn = attention(sizes, input_size)
         self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.mlp = FeedForward(sizes.hidden_size, sizes.intermediate_size, sizes.hidden_act, sizes.mlp_bias)
+        self.pre_feedforward_layernorm = self.post_feedforward_layernorm = None
+        if sizes.gemma:
+            self.pre_feedforward_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+            self.post_feedforward_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+            self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
         """Returns the states `[..., n, D]` after this layer; with `rows`, these rows only."""
@@ -147,9 +152,13 @@ class DecoderLayer(nn.Module):
 
     def joined(self, x: torch.Tensor, inputs: torch.Tensor, rope: Rope, attend: Attend, rows: Any) -> torch.Tensor:
         """As `forward`, with the residual `x` and the attention's `inputs` given separately."""
-        mixed = self.self_attn(inputs, rope, attend, rows)
-        x = (x if rows is None else x[rows]) + mixed
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed, x = self.self_attn(inputs, rope, attend, rows), x if rows is None else x[rows]
+        if self.pre_feedforward_layernorm is None:
+            x = x + mixed
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.post_attention_layernorm(mixed)
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))  # type: ignore[misc]
+        return x * cast(torch.Tensor, self.layer_scalar)
 
 
 class Rotary:

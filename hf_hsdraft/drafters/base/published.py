@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
+from ...hub.publication import push
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes, rotary_of
@@ -31,6 +33,7 @@ from .saved_drafter import Placement, SavedDrafter, take_options
 from .target_weights import TargetWeights
 
 MOST_LAYERS, MOST_TAPS = 64, 64
+_OF_A_PUSH = ("private", "revision", "token", "create_pr", "commit_message", "commit_description")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,12 +331,26 @@ class PublishedNetwork(nn.Module, SavedDrafter):
             raise ValueError(other)
         return drafter
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], target_name: str = "", **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        target_name: str = "",
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         """As in `SavedDrafter`, in the speculators format. `target_name` is by default the configuration's.
 
-        Raises a ValueError for an invalid option, or if the format cannot express what the drafter computes.
+        With `push_to_hub` it is pushed too, as `repo_id` or by the folder's name, with the options of
+        `hub.publication.push`. Raises a ValueError for an invalid option, or if the format cannot express what the
+        drafter computes.
         """
         super().save_pretrained(save_directory, files=self.in_files(target_name))
+        if push_to_hub:
+            with tempfile.TemporaryDirectory() as stage:  # the folder may hold other files
+                self.save_pretrained(stage, target_name)
+                options = {name: kwargs[name] for name in _OF_A_PUSH if name in kwargs}
+                push(Path(stage), repo_id or Path(save_directory).resolve().name, **options)
 
     def write(self, folder: Path, files: SpeculatorsFiles) -> None:  # type: ignore[override]
         weights = {name: tensor.detach().contiguous().cpu() for name, tensor in files.tensors.items()}

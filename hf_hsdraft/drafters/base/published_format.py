@@ -363,6 +363,23 @@ def sizes(files: Any, _: Any = None, layer: Fields | None = None, kind: Any = La
     return kind(**{**found, **special})
 
 
+def gemma_sizes(files: Any, _: Any) -> LayerSizes:
+    """Sizes of layers like the full ones of Gemma 4, whose fields are ambiguous if heads differ by type."""
+    first = "layers.0.self_attn."
+    [head_dim], [keys, _] = files.shape(f"{first}q_norm.weight") or (0,), files.shape(f"{first}k_proj.weight") or (0, 0)
+    top, heads = files.top, {"head_dim": head_dim, "num_key_value_heads": keys // max(head_dim, 1)}
+    heads["hidden_act"] = top.values.get("hidden_activation", "gelu_pytorch_tanh")
+    layer = Fields({**top.values, **heads}, CONFIG)
+    return sizes(files, layer=layer, gemma=True, keys_are_values=files.shape(f"{first}v_proj.weight") is None)
+
+
+# What Gemma 4's layers are to be, for drafters that are made of them
+OF_GEMMA: Mapping[str, Sequence[Any]] = {
+    "model_type": ("gemma4_text", "gemma4_unified_text"),
+    **dict.fromkeys(("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input"), (False, 0)),
+}
+
+
 def rope(kind: str = "", whole_heads: bool = False, in_part: bool = False) -> Callable[[Any, Any], dict[str, Any]]:
     """Returns the row of `rope`, see `read_rope`."""
     return lambda files, _: read_rope(files.layers, kind, whole_heads, in_part)

@@ -65,6 +65,11 @@ class BlockConfig(PublishedConfig):
     )  # fmt: skip
     gru_size: int = setting("width of that network's state", 1024, limit=integer(2**17))
     free_depths: int = setting("number of depths, from the first on, without that bias", 0, limit=integer(256, least=0))
+    xpress_rank: int = setting(
+        "rank of the bias by all tokens and slots of the block before (XPress); 0 for none",
+        0, limit=integer(_MOST_RANK, least=0)
+    )  # fmt: skip
+    xpress_mlp_ratio: int = setting("inner width of its feed-forward block, over the rank", 2, limit=integer(64))
     learned_mask: bool = setting("whether a mask has an embedding of its own instead of a token's", False, FLAG)
     own_embedding: bool = setting("whether the drafter has an embedding of its own", False, FLAG)
     own_head: bool = setting("whether it has output rows of its own for a whole vocabulary", False, FLAG)
@@ -91,6 +96,11 @@ class BlockConfig(PublishedConfig):
     def num_draft_steps(self) -> int:
         """The greatest depth, by any reading that the files leave open."""
         return self.block_size - (1 if "sample_from_anchor" in self.untold else self.first_slot)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the heads that tell slots the tokens before them; at most one is above 0."""
+        return self.markov_rank, self.selector_rank, self.domino_rank, self.xpress_rank
 
     @property
     def first_slot(self) -> int:
@@ -168,11 +178,11 @@ class BlockConfig(PublishedConfig):
         _demand(own or width == self.target_hidden_size, "hidden_size", width, wanted)
 
     def _check_heads(self) -> None:
-        heads, size = [self.markov_rank, self.selector_rank, self.domino_rank], self.vocab_size
+        heads, size = self.ranks, self.vocab_size
         valid = self.confidence_head != "markov" or self.markov_rank > 0
         _demand(valid, "confidence_head", self.confidence_head, "'hidden' or 'none' with markov_rank=0")
         valid = sum(map(bool, heads)) <= 1
-        _demand(valid, "markov_rank, selector_rank and domino_rank", heads, "at most one above 0")
+        _demand(valid, "markov_rank, selector_rank, domino_rank and xpress_rank", heads, "at most one above 0")
         _demand(size is not None or not any(heads), "vocab_size", size, "a number, as a head has rows for its tokens")
         if self.conv_kernel_size:
             width, group = self.sizes.hidden_size, self.conv_group_size

@@ -29,14 +29,17 @@ from ..base.protocol import Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles, refuse_unsaid, speculators_document
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import BlockConfig
-from .heads import MARKOV_HEADS, BlockHead, CandidateSelector, ConfidenceHead, DominoHead
+from .heads import MARKOV_HEADS, BlockHead, CandidateSelector, ConfidenceHead, DominoHead, RefinerHead
 from .rows import rotated_part
 from .session import CONFIDENCE, BlockSession, training_attention
 
 logger = logging.get_logger(__name__)
 
 # Class names that engines use.
-_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
+_ARCHITECTURES = {
+    "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel",
+    "xpress": "XPressSpeculator",
+}  # fmt: skip
 
 
 class BlockConvolution(nn.Module):
@@ -81,18 +84,12 @@ def _convolved(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
 
 
 class BlockLayer(DecoderLayer):
-    """A decoder layer whose slots also see the context; optionally with convolutions (DFlash2) or Gemma 4's norms."""
+    """A decoder layer whose slots also see the context; optionally with convolutions (DFlash2)."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config.sizes)
-        sizes = config.sizes
-        self.pre_feedforward_layernorm = self.post_feedforward_layernorm = None
-        if sizes.gemma:
-            self.pre_feedforward_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-            self.post_feedforward_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-            self.register_buffer("layer_scalar", torch.ones(1))
         self.attention_conv, self.mlp_conv = (
-            BlockConvolution(sizes.hidden_size, config.conv_kernel_size, config.conv_group_size)
+            BlockConvolution(config.sizes.hidden_size, config.conv_kernel_size, config.conv_group_size)
             if config.conv_kernel_size
             else None
             for _ in range(2)
@@ -100,29 +97,25 @@ class BlockLayer(DecoderLayer):
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
         """Returns the slots `[B, slots, D]` after this layer."""
+        if self.attention_conv is None:
+            return super().forward(x, rope, attend, rows)
 
         def attention(x: torch.Tensor) -> torch.Tensor:
             return self.self_attn(x, rope, attend)
 
-        if self.pre_feedforward_layernorm is not None:
-            x = x + self.post_attention_layernorm(attention(self.input_layernorm(x)))
-            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))  # type: ignore[misc]
-            return x * cast(torch.Tensor, self.layer_scalar)
         x = x + _between(self.attention_conv, self.input_layernorm(x), attention)
         return x + _between(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
 
 
 def _between(convolution: nn.Module | None, x: torch.Tensor, part: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-    """Applies a part of a layer, between its convolutions if there are any."""
-    if convolution is None:
-        return part(x)
+    """Applies a part of a layer, between its convolutions."""
     convolution = cast(BlockConvolution, convolution)
     x, kernels = convolution.before(x)
     return convolution.after(part(x), kernels)
 
 
 class BlockDrafter(PublishedNetwork):
-    """Drafts a whole block of tokens in one forward (DFlash, DFlash2, DSpark).
+    """Drafts a whole block of tokens in one forward (DFlash, DFlash2, DSpark, XPress).
 
     Reads hidden states of the target and borrows its embedding, and its output layer if it drafts the whole vocabulary.
 
@@ -145,7 +138,8 @@ class BlockDrafter(PublishedNetwork):
         vocab_size = config.num_input_tokens or config.vocab_size or 0
         draft_size, width = config.draft_vocab_size or 0, sizes.hidden_size
         self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
-        self.markov_head = self.candidate_selector = self.domino = self.confidence_head = self.lm_head = None
+        self.markov_head = self.candidate_selector = self.domino = self.refiner_head = None
+        self.confidence_head = self.lm_head = None
         if config.markov_rank:
             self.markov_head = MARKOV_HEADS[config.markov_head_type](vocab_size, draft_size, width, config.markov_rank)
         if config.selector_rank:
@@ -154,6 +148,9 @@ class BlockDrafter(PublishedNetwork):
         if config.domino_rank:
             ends = config.domino_rank, draft_size, config.free_depths
             self.domino = DominoHead(width, config.gru_size, *ends)
+        if config.xpress_rank:
+            ranks = config.xpress_rank, config.xpress_mlp_ratio
+            self.refiner_head = RefinerHead(vocab_size, draft_size, width, config.block_size, *ranks)
         if config.confidence_head != "none":
             extra = config.markov_rank if config.confidence_head == "markov" else 0
             self.confidence_head = ConfidenceHead(width + extra)
@@ -190,7 +187,7 @@ class BlockDrafter(PublishedNetwork):
 
     @property
     def token_head(self) -> BlockHead | None:
-        return cast("BlockHead | None", self.markov_head or self.candidate_selector or self.domino)
+        return cast("BlockHead | None", self.markov_head or self.candidate_selector or self.domino or self.refiner_head)
 
     def read(self, taps: torch.Tensor) -> torch.Tensor:
         """Returns context states `[T, D]`, shared by all layers, from the target's hidden states `[T, taps * D]`."""
@@ -402,7 +399,7 @@ class BlockDrafter(PublishedNetwork):
             Read("layers", weights_of(self.layers), 1, config.block_size),
             Read("head", columns * config.sizes.hidden_size, 1, config.num_draft_steps, borrowed=self.lm_head is None),
         )
-        rank = config.markov_rank or config.selector_rank or config.domino_rank
+        rank = max(config.ranks)
         if not rank:
             return found
         likely = min(columns, TUNING.likely_columns)  # trees only consider these
@@ -414,9 +411,9 @@ class BlockDrafter(PublishedNetwork):
 
 
 def _kind_of(config: BlockConfig) -> str:
-    """Returns the type of drafter: `"dflash"`, `"dflash2"` or `"dspark"`."""
-    if config.selector_rank:
-        return "dflash2"
+    """Returns the type of drafter: `"dflash"`, `"dflash2"`, `"dspark"` or `"xpress"`."""
+    if config.selector_rank or config.xpress_rank:
+        return "dflash2" if config.selector_rank else "xpress"
     heads = config.markov_rank > 0 or config.confidence_head != "none"
     return "dspark" if heads or config.sample_from_anchor else "dflash"
 
@@ -436,6 +433,8 @@ def _document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
     if kind == "dflash2":
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         heads = {name: getattr(config, name) for name in names}
+    if kind == "xpress":
+        heads = {name: getattr(config, name) for name in ("xpress_rank", "xpress_mlp_ratio")}
     if config.embedding_scale is None:
         heads["target_scales_embeddings"] = True
     return speculators_document(
@@ -474,5 +473,5 @@ def _check_can_be_written(config: BlockConfig) -> None:
         "convolutions without a selector": bool(config.conv_kernel_size) and not config.selector_rank,
         "heads that are rotated in part": rotated_part(config.rotation) != 1.0,
         "tables of more or fewer tokens than the vocabulary": config.num_input_tokens is not None
-        and bool(config.own_embedding or config.markov_rank or config.selector_rank),
+        and bool(config.own_embedding or any(config.ranks)),
     })  # fmt: skip

@@ -8,7 +8,19 @@ from typing import Any
 
 from ...core.checks import printable
 from ...hub.checkpoint import Checkpoint, speculators_type
-from ..base.published_format import FOREIGN, OURS, PublishedFormat, rope, same, shown, speculators, taps, told
+from ..base.published_format import (
+    FOREIGN,
+    OF_GEMMA,
+    OURS,
+    PublishedFormat,
+    gemma_sizes,
+    rope,
+    same,
+    shown,
+    speculators,
+    taps,
+    told,
+)
 from ..base.registry import register_refusal
 from . import rows
 from .drafter import BlockDrafter
@@ -59,6 +71,7 @@ _OF_SPECULATORS = {
 }
 _HEADS_OF_SPECULATORS = {
     "dflash": {},
+    "xpress": {"xpress_rank": told("xpress_rank", default=256), **same("xpress_mlp_ratio", default=OURS)},
     "dflash2": {
         "sights": rows.of_anchor(True),
         **{name: told(name, default=usual) for name, usual in _SIZES_OF_DFLASH2.items()},
@@ -175,17 +188,14 @@ FORMATS = (
         BlockDrafter,
         {
             **_OF_DEEPSPEC,
-            "sizes": rows.gemma_sizes,
+            "sizes": gemma_sizes,
             "sights": (),
             "rope": rope("full_attention"),
             "embedding_scale": None,
             **same("final_logit_softcapping", default=OURS),
         },
         ignored=("num_anchors", "attention_k_eq_v"),
-        expected={
-            "model_type": ("gemma4_text", "gemma4_unified_text"),
-            **dict.fromkeys(("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input"), (False, 0)),
-        },
+        expected=OF_GEMMA,
     ),
     PublishedFormat(
         "DeepSpec DSpark",

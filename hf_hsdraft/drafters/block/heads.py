@@ -1,4 +1,4 @@
-"""Heads that tell the slots of a block the token before each (DSpark, DFlash2, Domino); see `TokenHead`.
+"""Heads that tell the slots of a block the tokens before them (DSpark, DFlash2, Domino, XPress); see `TokenHead`.
 
 Letters in the shapes: N nodes or slots, D hidden size, r rank, V vocabulary, V' draft vocabulary.
 """
@@ -32,6 +32,10 @@ class BlockHead(TokenHead):
     def among(self, columns: torch.Tensor) -> Transform:
         rows = self.rows[columns].mT
         return lambda code: code @ rows
+
+    def seen(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what this head reads of all slots `[B, slots, D]` of a block, by slot."""
+        return hidden
 
     def keep_candidates(self, logits: torch.Tensor) -> torch.Tensor:
         """Sets the logits `[..., V']` of tokens that this head never chooses to minus infinity."""
@@ -176,6 +180,71 @@ class DominoHead(BlockHead):
 
     def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return F.silu(projected + F.linear(states, self._weight("0")[:, -states.shape[-1] :]))
+
+
+class RefinerHead(BlockHead):
+    """The bias W2 (c + MLP(c)) by all slots and tokens up to a slot (XPress).
+
+    Of slot j, x_j mixes the slot, the mean of all slots and the token before it; c_k = x_k + sum over j <= k of
+    L[k, j] * x_j, by channel. In the fill-in layout the first slot is the anchor's, before which is the text's last but
+    one token. A node's state holds the sum for each slot of the x_j known, and its token's row.
+    """
+
+    needs_hidden = True
+
+    def __init__(
+        self, vocab_size: int, draft_vocab_size: int, hidden_size: int, slots: int, rank: int, ratio: int
+    ) -> None:
+        super().__init__()
+        self.token_embed = nn.Embedding(vocab_size, rank)
+        self.down_h = nn.Linear(hidden_size, rank, bias=False)
+        self.down_g = nn.Linear(hidden_size, rank, bias=False)
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix_l = nn.Parameter(torch.zeros(rank, slots, slots))
+        self.mlp_gate = nn.Linear(rank, ratio * rank, bias=False)
+        self.mlp_up = nn.Linear(rank, ratio * rank, bias=False)
+        self.mlp_down = nn.Linear(ratio * rank, rank, bias=False)
+        self.readout = nn.Linear(rank, draft_vocab_size, bias=False)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self.readout.weight
+
+    def seen(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Slots, their mean, and the number of each as a row of the identity."""
+        numbers = torch.eye(hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+        return torch.cat(
+            [hidden, hidden.mean(dim=1, keepdim=True).expand_as(hidden), numbers.expand(len(hidden), -1, -1)], dim=-1
+        )
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        width, rank = self.down_h.in_features, self.in_proj.out_features
+        parts = torch.cat([self.down_h(hidden[..., :width]), self.down_g(hidden[..., width : 2 * width])], dim=-1)
+        return torch.cat([F.linear(parts, self.in_proj.weight[:, : 2 * rank]), hidden[..., 2 * width :]], dim=-1)
+
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: Any = None) -> torch.Tensor:
+        row = self.token_embed(inputs)
+        if states is None or hidden is None:
+            slots = self.mix_l.shape[1]
+            return (
+                torch.cat([row.new_zeros(*row.shape[:-1], slots * row.shape[-1]), row], -1)
+                if states is None
+                else states
+            )
+        x, number, sums = self._read(self.project(hidden), states)
+        sums = sums + torch.einsum("ckj,...j,...c->...kc", self.mix_l, number, x)
+        return torch.cat([sums.flatten(-2).expand(*row.shape[:-1], -1), row], dim=-1)
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        x, number, sums = self._read(projected, states)
+        c = x * (1.0 + number @ self.mix_l.diagonal(dim1=1, dim2=2).mT) + torch.einsum("...k,...kc->...c", number, sums)
+        return c + self.mlp_down(F.silu(self.mlp_gate(c)) * self.mlp_up(c))
+
+    def _read(self, projected: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns x of the slot after each node, the slot's number as a row of the identity, and the sums by slot."""
+        rank, slots = self.in_proj.out_features, self.mix_l.shape[1]
+        x = projected[..., :rank] + F.linear(states[..., -rank:], self.in_proj.weight[:, 2 * rank :])
+        return x, projected[..., rank:], states[..., :-rank].unflatten(-1, (slots, rank))
 
 
 class ConfidenceHead(nn.Module):

@@ -109,16 +109,6 @@ def block_sizes(files: Files, _: Any) -> LayerSizes:
     return sizes(files, attention_bias=bias, output_bias=bias, qk_norm=True, sinks=True in sinks)
 
 
-def gemma_sizes(files: Files, _: Any) -> LayerSizes:
-    """Sizes of layers like the full ones of Gemma 4, whose fields are ambiguous if heads differ by type."""
-    first = "layers.0.self_attn."
-    [head_dim], [keys, _] = files.shape(f"{first}q_norm.weight") or (0,), files.shape(f"{first}k_proj.weight") or (0, 0)
-    top, heads = files.top, {"head_dim": head_dim, "num_key_value_heads": keys // max(head_dim, 1)}
-    heads["hidden_act"] = top.values.get("hidden_activation", "gelu_pytorch_tanh")
-    layer = Fields({**top.values, **heads}, CONFIG)
-    return sizes(files, layer=layer, gemma=True, keys_are_values=files.shape(f"{first}v_proj.weight") is None)
-
-
 def windows_of(files: Files, **own: Any) -> tuple[int | None, ...]:
     """The windows of layers, whose fields `own` overrides. A longer list of types without windows is a target's."""
     values, count = {**files.layers.values, **own}, files.layers.integer("num_hidden_layers", most=MOST_LAYERS)

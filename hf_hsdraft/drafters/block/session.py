@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ...core.options import Option
 from ...core.tensors import batched_attention
-from ..base.protocol import Ask, Call
+from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import ParallelSession
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import Confidence, TokenBias
@@ -112,21 +112,38 @@ class BlockSession(ParallelSession):
         config, sizes = drafter.config, drafter.config.sizes
         layers = config.num_hidden_layers
         super().__init__(drafter, weights, call, layers)
-        heads = config.markov_rank, config.markov_head_type, config.selector_rank, config.domino_rank, config.gru_size
-        extra = *heads, config.conv_kernel_size
+        extra = *config.ranks, config.markov_head_type, config.gru_size, config.conv_kernel_size
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
         place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = sizes, layers, config.block_size, *ends, *extra, *place
         learned = config.learned_mask  # that the target has no embedding of
         self._mask = weights.embed(torch.tensor(0 if learned else config.mask_token_id, device=drafter.device))
         self._slots = torch.arange(config.block_size, device=drafter.device)
+        self._before: dict[int, list[int]] = {}  # the last two tokens of each row, for heads that read the first slot
+        self._asked: Sequence[Ask] = ()  # those that are drafted for
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         drafter, first, head = self.drafter, self.drafter.config.first_slot, self.drafter.token_head
         logits = drafter.logits(hidden[:, first : first + depth], self.weights)
         if head is None:
             return logits, None
-        return head.keep_candidates(logits), TokenBias(head, self.weights.embed, hidden, first)
+        return head.keep_candidates(logits), TokenBias(
+            head, self.weights.embed, head.seen(hidden), first, self._since()
+        )
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        super().observe(news)
+        if self.drafter.refiner_head is not None:
+            for each in news:
+                self._before[each.row] = [*self._before.get(each.row, ()), *each.following[-2:].tolist()][-2:]
+
+    def _since(self) -> torch.Tensor | None:
+        """The head's states `[B, 1, S]` before the roots: of the token before the anchor, or else of the anchor."""
+        head = self.drafter.refiner_head
+        if head is None or self.drafter.config.first_slot == 0:
+            return None
+        tokens = [self._before.get(ask.row, [ask.root])[0] for ask in self._asked]
+        return head.advance(torch.tensor(tokens, device=self.drafter.device)[:, None], None)
 
     def confidence(self, hidden: torch.Tensor) -> Confidence | None:
         head, first, tokens = self.drafter.confidence_head, self.drafter.config.first_slot, self.drafter.markov_head
@@ -144,6 +161,7 @@ class BlockSession(ParallelSession):
         """Returns all slots of a block, whatever the depth: they see each other."""
         drafter, context, rows = self.drafter, self._context, [ask.row for ask in asks]
         self.read_pending(rows)
+        self._asked = asks
         positions = self.anchors(rows) + self._slots
         anchors = self.weights.embed(torch.tensor([ask.root for ask in asks], device=drafter.device))
         masks: dict[Sight, torch.Tensor | None] = {}

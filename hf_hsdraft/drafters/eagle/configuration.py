@@ -45,6 +45,7 @@ class EagleConfig(PublishedConfig):
     own_embedding: bool = setting("whether the drafter has an embedding of its own", False, FLAG)
     own_head: bool = setting("whether it has output rows of its own, else the target's are used", True, FLAG)
     logit_scale: float = setting("factor of the logits", 1.0, number())
+    final_logit_softcapping: float = setting("cap of the logits; 0 for none", 0.0, number())
     fuses_embedding: bool = setting(
         "whether `fc` reads the token's embedding and one hidden state, and no layer reads the former (EAGLE-1)",
         False, FLAG

@@ -308,6 +308,8 @@ class EagleDrafter(PublishedNetwork):
         else:
             logits = self.lm_head(normed)
         logits = logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+        if cap := self.config.final_logit_softcapping:
+            logits = torch.tanh(logits / cap) * cap
         return logits if weights is None else logits[..., : len(weights.vocab_ids)]
 
     def mask_states(self) -> torch.Tensor:
@@ -373,7 +375,8 @@ def check_can_be_written(config: EagleConfig) -> None:
         "the target's output rows": not config.own_head,
         "no fc": not config.has_fc,
         "a bias of fc": config.fc_bias,
-        "a factor of logits": config.logit_scale != 1.0,
+        "a factor or a cap of logits": config.logit_scale != 1.0 or config.final_logit_softcapping != 0.0,
+        "layers of Gemma 4": config.sizes.gemma,
         "keys and values of one state (MLA)": isinstance(config.sizes, LatentSizes),
         "embeddings read by all layers": config.all_read_embeddings and config.num_hidden_layers > 1,
     })  # fmt: skip

@@ -6,7 +6,7 @@
 | EAGLE-3 | its authors | none: 2, L // 2 and L - 3 |
 | EAGLE-3, P-EAGLE | SpecForge, AngelSlim, ModelOpt | `eagle_config.eagle_aux_hidden_state_layer_ids`, plus one |
 | EAGLE-3, P-EAGLE | NeMo AutoModel | none, as its authors |
-| EAGLE-3 | DeepSpec | `target_layer_ids`, plus one |
+| EAGLE-3 | DeepSpec, also of Gemma 4's layers | `target_layer_ids`, plus one |
 | EAGLE-1, EAGLE-2, HASS, FR-Spec | their authors, vLLM | none: the last one, after the final norm |
 
 Tensors have the network's parameter names, except that the first layer may be called `midlayer`. In EAGLE-1 and -2 `fc`
@@ -31,12 +31,14 @@ from ...hub.checkpoint import Checkpoint, speculators_type
 from ..base.decoder_layer import LayerSizes
 from ..base.published_format import (
     FOREIGN,
+    OF_GEMMA,
     OURS,
     TOKEN_MAP,
     USUAL_DRAFTED,
     Files,
     PublishedFormat,
     Row,
+    gemma_sizes,
     read_windows,
     rope,
     same,
@@ -47,7 +49,7 @@ from ..base.published_format import (
     told,
 )
 from ..base.registry import register_refusal
-from .configuration import DRAFT_STEPS, LatentSizes
+from .configuration import DRAFT_STEPS, EagleConfig, LatentSizes
 from .drafter import EagleDrafter
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -216,6 +218,30 @@ TYPES = ("qwen3", "llama")  # of layers; the first one is the usual
 IGNORED = tuple(FOREIGN["of EAGLE"])
 EXPECTED = {name: neutral for name, (neutral, _) in FOREIGN["changing EAGLE"].items()}
 
+_OF_FILES = {
+    **COMMON,
+    **same("vocab_size"),
+    "target_hidden_size": told("target_hidden_size", "hidden_size"),
+    "sizes": _sizes,
+    "num_hidden_layers": layers,
+    "draft_vocab_size": told("draft_vocab_size", "vocab_size"),
+    "target_tap_layers": _read_taps,
+    "last_tap_is_normed": lambda files, _: files.shape("fc.weight") is None,
+    "has_fc": shown("fc.weight"),
+    "all_read_embeddings": _shown_twice("layers.1.self_attn.q_proj.weight"),
+    "norm_before_fc": shown("input_norm.weight"),
+    "fc_norm": shown("fc_norm.0.weight"),
+    "mask_token_id": _mask,
+    "num_draft_steps": _trained_depth,
+}
+
+
+def _scaled(files: Files, config: EagleConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gemma's embeddings are multiplied by the root of their width."""
+    table = state["embed_tokens.weight"]
+    return {**state, "embed_tokens.weight": table * table.shape[1] ** 0.5}
+
+
 FORMATS = (
     *(
         speculators(
@@ -234,22 +260,7 @@ FORMATS = (
         70,
         _is_eagle3,
         EagleDrafter,
-        {
-            **COMMON,
-            **same("vocab_size"),
-            "target_hidden_size": told("target_hidden_size", "hidden_size"),
-            "sizes": _sizes,
-            "num_hidden_layers": layers,
-            "draft_vocab_size": told("draft_vocab_size", "vocab_size"),
-            "target_tap_layers": _read_taps,
-            "last_tap_is_normed": lambda files, _: files.shape("fc.weight") is None,
-            "has_fc": shown("fc.weight"),
-            "all_read_embeddings": _shown_twice("layers.1.self_attn.q_proj.weight"),
-            "norm_before_fc": shown("input_norm.weight"),
-            "fc_norm": shown("fc_norm.0.weight"),
-            "mask_token_id": _mask,
-            "num_draft_steps": _trained_depth,
-        },
+        _OF_FILES,
         ignored=IGNORED,
         expected=EXPECTED,
         tensors={
@@ -259,6 +270,25 @@ FORMATS = (
         open={"norm_output": _output_is_open},
         given={"mask_token_id": 0},
         needed=("hidden_size", "vocab_size"),
+    ),
+    PublishedFormat(
+        "DeepSpec EAGLE-3 of Gemma 4",
+        69,
+        lambda checkpoint: _is_eagle3(checkpoint) and "layers.0.layer_scalar" in checkpoint.shapes,
+        EagleDrafter,
+        {
+            **_OF_FILES,
+            "sizes": gemma_sizes,
+            "windows": lambda files, _: (None,) * layers(files),
+            "rope": rope("full_attention"),
+            "own_embedding": True,
+            "all_read_embeddings": True,
+            **same("final_logit_softcapping", default=OURS),
+        },
+        ignored=(*IGNORED, "attention_k_eq_v"),
+        expected={**OF_GEMMA, **EXPECTED},
+        converted=_scaled,
+        needed=("target_layer_ids", "vocab_size"),
     ),
 )
 

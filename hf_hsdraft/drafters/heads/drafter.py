@@ -35,8 +35,10 @@ from ..base.tree_session import LevelExpansion
 class HeadsSession(ParallelSession):
     """Drafts trees (or chains) for a batch from the last hidden state of each row."""
 
+    reading_layers = 0  # that attend to the text
+
     def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
-        super().__init__(drafter, weights, call, layers=0)
+        super().__init__(drafter, weights, call, self.reading_layers)
         config = drafter.config
         sizes = config.target_hidden_size, config.draft_vocab_size, config.num_draft_steps
         self.kind = type(drafter).__name__, *sizes, drafter.dtype, drafter.device

@@ -6,6 +6,7 @@
 | Medusa | TGI | `medusa_lm_head.safetensors`: the same, or no output layers |
 | Medusa | vLLM | `blocks.0.layers.0.weight`, `lm_heads.0.weight`, perhaps `token_map` |
 | Hydra | its authors | `hydra_lm_head.pt`: `hydra_mlp.0.0.linear.weight`, `hydra_lm_head.0.weight` |
+| Hydra++ | its authors | the same, `hydra_mlp.0.1.`, `hydra_lm_head.0.1.`, `prefix_embeding_layer.` |
 | MLPSpeculator | IBM (fms-extras), Snowflake | `emb.0.weight`, `proj.0.weight`, `ln.0.weight`, `head.0.weight` |
 | LSTM speculator | Snowflake (ArcticInference) | `forget_emb.0.weight`, `forget_proj.0.weight`, `cell_ln.0.weight` |
 """
@@ -19,6 +20,7 @@ from typing import Any
 from ...core.checks import public_name, short
 from ..base.published_format import OURS, TOKEN_MAP, Files, PublishedFormat, Row, same, shown, told
 from .drafter import MOST_HEADS, HydraDrafter, LSTMSpeculatorDrafter, MedusaDrafter, MLPSpeculatorDrafter
+from .prefix import PrefixHydraDrafter
 
 _MOST_BLOCKS = 8
 
@@ -127,6 +129,32 @@ _MEDUSA = {
     **same("logit_scale", default=OURS),
 }
 
+
+def _hydra_blocks(files: Files, _: Any) -> int:
+    """The number of blocks of a head, by their published names: layers of dropout may be counted between them."""
+    names = files.checkpoint.shapes
+    return sum(name.startswith("hydra_mlp.0.") and name.endswith(".linear.weight") for name in names)
+
+
+_HYDRA = {
+    "vocab_size": _size("hydra_lm_head.0.weight", 0),
+    "draft_vocab_size": _size("hydra_lm_head.0.weight", 0),
+    "target_hidden_size": _size("hydra_lm_head.0.weight", 1),
+    "num_draft_steps": _count("hydra_lm_head.{}.weight", MOST_HEADS),
+    "num_layers": _hydra_blocks,
+    "grounded": told("grounded_heads", default=False),
+    "offset": told("hidden_state_offset", default=OURS),
+}
+_PREFIX = "prefix_embeding_layer.layers.0."
+_OF_DROPOUT = {  # beginnings of names in files by ours, where layers of dropout are counted
+    **{f"hydra_lm_head.{head}.": (f"hydra_lm_head.{head}.1.",) for head in range(MOST_HEADS)},
+    **{
+        f"hydra_mlp.{head}.{block}.": (f"hydra_mlp.{head}.{2 * block + 1}.",)
+        for head in range(MOST_HEADS)
+        for block in range(_MOST_BLOCKS)
+    },
+}
+
 FORMATS = (
     *(
         _form(
@@ -137,17 +165,19 @@ FORMATS = (
         for name, needed in (("Medusa", ("medusa_num_heads",)), ("Medusa (vLLM)", ("num_heads",)))
     ),
     _form(
-        "Hydra", HydraDrafter, ("hydra_lm_head.0.weight", "hydra_lm_head.0.1.weight"),
+        "Hydra", HydraDrafter, ("hydra_lm_head.0.weight",), _HYDRA, expected={"hydra_head_arch": ("mlp",)},
+        needed=("hydra_num_heads",),
+    ),
+    _form(
+        "Hydra++", PrefixHydraDrafter, ("hydra_lm_head.0.1.weight",),
         {
-            "vocab_size": _size("hydra_lm_head.0.weight", 0),
-            "draft_vocab_size": _size("hydra_lm_head.0.weight", 0),
-            "target_hidden_size": _size("hydra_lm_head.0.weight", 1),
-            "num_draft_steps": _count("hydra_lm_head.{}.weight", MOST_HEADS),
-            "num_layers": _count("hydra_mlp.0.{}.linear.weight", _MOST_BLOCKS),
-            "grounded": told("grounded_heads", default=False),
-            "offset": told("hidden_state_offset", default=OURS),
+            **_HYDRA,
+            "query_size": _size(f"{_PREFIX}self_attn.q_proj.weight", 0),
+            "key_size": _size(f"{_PREFIX}self_attn.k_proj.weight", 0),
+            "intermediate_size": _size(f"{_PREFIX}mlp.gate_proj.weight", 0),
+            "attention_bias": shown(f"{_PREFIX}self_attn.q_proj.bias"),
         },
-        expected={"hydra_head_arch": ("mlp",)}, needed=("hydra_num_heads",),
+        expected={"hydra_head_arch": ("prefix-mlp",)}, needed=("hydra_num_heads",), tensors=_OF_DROPOUT,
     ),
     _form(
         "MLPSpeculator", MLPSpeculatorDrafter, [f"{prefix}proj.0.weight" for prefix in _PREFIXES],

@@ -143,11 +143,12 @@ class BlockFamily(PublishedFamily):
                 "other tokens no probability, and no loss compares that with the target; expected a drafter without "
                 "a selector"
             )
-        if config.domino_rank:
-            raise ValueError(
-                f"domino_rank={config.domino_rank} is invalid in training: Domino's bias by a recurrent network is "
-                "read from published drafters only; expected markov_rank"
-            )
+        for name in ("domino_rank", "xpress_rank"):
+            if rank := getattr(config, name):
+                raise ValueError(
+                    f"{name}={rank} is invalid in training: the heads of Domino and XPress are read from published "
+                    "drafters only; expected markov_rank"
+                )
         if config.markov_rank and config.markov_head_type == "rnn" and not config.sample_from_anchor:
             raise ValueError(
                 "markov_head_type='rnn' is invalid in training with sample_from_anchor=False: expected 'vanilla' or "
