@@ -382,8 +382,8 @@ def _held(count: int) -> Iterator[list[Any]]:
         if number % max(count // 10, 1) == 0:
             gc.collect()
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-            held = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-            yield [number, resident, len(gc.get_objects()), sum(each.numel() for each in held)]
+            numbers = sum(each.numel() for each in gc.get_objects() if type(each) is torch.Tensor)
+            yield [number, resident, len(gc.get_objects()), numbers]
 
 
 WAYS = {
