@@ -49,7 +49,7 @@ def test_every_draft_is_the_references_own(case):
     if "authors" in case.name:
         pytest.importorskip("economize")
     if "by its class" in case.name:
-        pytest.importorskip("deepspec")
+        pytest.importorskip("deepspec.modeling")
     found = parity(case, EVERY)
     assert found.difference < 1e-4, found
     assert found.accepted > ("quantised" not in case.name) and found.rejected > 1, found
