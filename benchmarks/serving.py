@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drafter = AutoDrafter.from_pretrained(name, dtype=target.dtype) if name else AutoDrafter.for_target(target)
     if given.beside:
         heads = "tokens of one text", "milliseconds of a round, median", "relative to the first"
-        print_table(heads, _beside(target, drafter, given.beside, given.batch))
+        print_table(heads, _beside(target, tokenizer, drafter, given.beside, given.batch))
         return 0
     requests = _requests(given, target, tokenizer)
     _warm_up(target, drafter, requests[0])
@@ -333,9 +333,8 @@ def _vllm(target: Any, drafter: Any, load: Load, batch: int, python: str, name: 
     return 1.0
 
 
-def _beside(target: Any, drafter: Any, lengths: Sequence[int], batch: int) -> Iterator[list[Any]]:
+def _beside(target: Any, tokenizer: Any, drafter: Any, lengths: Sequence[int], batch: int) -> Iterator[list[Any]]:
     """Times of rounds of a batch without drafts, by the length of one text."""
-    import torch
 
     from hf_hsdraft.batching.scheduler import ContinuousBatching
 
@@ -344,7 +343,8 @@ def _beside(target: Any, drafter: Any, lengths: Sequence[int], batch: int) -> It
     for turn, length in enumerate((lengths[0], *lengths)):  # once to warm up
         batching = ContinuousBatching(target, drafter, batch, 1 << 20)
         for row in range(batch):
-            ids = torch.randint(5, 1000, (1, 100 if row else length), generator=torch.Generator().manual_seed(row))
+            ids = tokenizer(str(__doc__) * (2 + length // 100), return_tensors="pt")["input_ids"]
+            ids = ids[:, row : row + (100 if row else length)]
             batching.submit({"input_ids": ids, "max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}, 0)
         batching.step()
         times = []
