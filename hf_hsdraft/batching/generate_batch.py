@@ -12,19 +12,13 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..generate.attachment import attached
-from ..generate.generate_hook import wrap
 from .generate_many import generate_many
 from .requests import FinishedText
 
 _BATCH = 8
 
 
-def allow_batches() -> None:
-    """Makes `generate_batch` of models with an attachment draft. Other models are unchanged."""
-    wrap(generate_batch=_generate_batch)
-
-
-def _generate_batch(
+def generate_batch(
     original: Any,
     target: Any,
     /,

@@ -1,11 +1,9 @@
 """A drafter for all calls of a model, so that tools which call `generate()` themselves draft too.
 
-By default `generate()` decodes by `GenerationMixin._sample`. This method is wrapped: it drafts for a model with an
-attachment, and is unchanged for every other model. So neither the model's class nor its attributes change, and
-`generate()` checks and prepares a call exactly as it does without a drafter. Calls that decode otherwise (beams,
-another assistant, `custom_generate`) do not reach it.
-
-Attachments are kept beside the models, by identity. A copy or a pickle of a model has no attachment.
+`GenerationMixin._sample`, by which `generate()` decodes by default, drafts for a model with an attachment. The model's
+class and attributes stay as they are, and `generate()` prepares a call as without a drafter. Calls that decode
+otherwise (beams, another assistant, `custom_generate`) do not reach it. Attachments are kept beside the models, by
+identity: a copy or a pickle of a model has none.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +33,6 @@ from ..engine.decoding import check_drafter, speculative_decoding, told_of_class
 from ..runtime.module_hooks import fingerprint, no_hooks_left
 from ..runtime.target_parts import decoding_model
 from .by_name import best_for, follow, load_for
-from .generate_hook import wrap
 
 logger = logging.get_logger(__name__)
 
@@ -109,8 +106,8 @@ class Attachment:
         """Counts a call that is decoded without drafts, and logs a new reason."""
         with self._lock:
             counts = self._statistics.stepped_aside
+            first = reason not in counts
             counts[reason] = counts.get(reason, 0) + 1
-            first = counts[reason] == 1
         if first:
             logger.warning(f"a call of generate() is decoded without the attached drafter: {reason}")
 
@@ -240,12 +237,7 @@ def attached(model: Any) -> Attachment | None:
     return _current(decoding_model(model))
 
 
-def allow_attachments() -> None:
-    """Makes `attach` work. Calls of models without an attachment are unchanged."""
-    wrap(_sample=_sample, **_COUNTED)
-
-
-def _sample(original: Any, target: Any, /, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+def sample(original: Any, target: Any, /, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     attachment = _current(target)
     if attachment is None or args:  # `generate()` passes keywords only
         return original(target, input_ids, *args, **kwargs)
@@ -274,16 +266,13 @@ def _reason_of_mode(generation_mode: Any, generation_config: Any, generation_mod
     return f"the call sets {next((name for name in fields if getattr(generation_config, name, None)), 'an assistant')}"
 
 
-def _reason_of_callable(custom_generate: Any, *_: Any, **__: Any) -> str:
-    return _CUSTOM if callable(custom_generate) else ""
-
-
-_COUNTED = {
-    "_validate_generation_mode": functools.partial(_counted, _reason_of_mode),
-    "_extract_generation_mode_kwargs": functools.partial(_counted, _reason_of_callable),
-    "load_custom_generate": functools.partial(_counted, lambda *_, **__: _CUSTOM),
-    "init_continuous_batching": functools.partial(_counted, lambda *_, **__: _BATCHING),
+_REASONS: dict[str, Callable[..., str]] = {
+    "_validate_generation_mode": _reason_of_mode,
+    "_extract_generation_mode_kwargs": lambda custom, *_, **__: _CUSTOM if callable(custom) else "",
+    "load_custom_generate": lambda *_, **__: _CUSTOM,
+    "init_continuous_batching": lambda *_, **__: _BATCHING,
 }
+COUNTED = [(name, functools.partial(_counted, reason_of)) for name, reason_of in _REASONS.items()]
 
 
 def _check_decoding(target: Any) -> None:
@@ -293,20 +282,14 @@ def _check_decoding(target: Any) -> None:
         raise TypeError(
             f"{name} has no generate() of transformers: expected a model such as AutoModelForCausalLM loads"
         )
-    if type(target)._sample is not GenerationMixin._sample or any(map(_samples_itself, _own_methods(type(target)))):
+    if type(target)._sample is not GenerationMixin._sample or _samples_itself(type(target)):
         raise ValueError(f"{name} cannot be drafted for: it decodes in a way of its own, which a draft does not follow")
 
 
-def _own_methods(kind: type) -> Iterator[Any]:
-    """The functions of a model's classes other than `GenerationMixin`."""
-    for base in kind.__mro__:
-        if base is not GenerationMixin:
-            yield from filter(inspect.isfunction, vars(base).values())
-
-
-def _samples_itself(method: Any) -> bool:
-    """Whether a method calls `_sample` itself, on other texts than `generate()` prepares."""
-    return "_sample" in inspect.unwrap(method).__code__.co_names
+def _samples_itself(kind: type) -> bool:
+    """Whether a method of a model's own classes calls `_sample`, on other texts than `generate()` prepares."""
+    methods = (each for base in kind.__mro__ if base is not GenerationMixin for each in vars(base).values())
+    return any("_sample" in inspect.unwrap(each).__code__.co_names for each in methods if inspect.isfunction(each))
 
 
 def _check_training(target: Any) -> None:

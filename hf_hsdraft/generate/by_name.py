@@ -1,8 +1,7 @@
 """Drafters given by name, as in `generate(assistant_model="user/drafter")`; `"mtp"` names the target's own layers,
 `"ngrams"` a [`CachebackDrafter`].
 
-A drafter named in a call is loaded once for a target, and kept for as long as the target lives. The methods of
-`generate()` that first see an assistant are wrapped, and replace the name by the drafter. A pipeline loads its
+A drafter named in a call is loaded once for a target, and kept for as long as the target lives. A pipeline loads its
 assistant itself, from transformers' own registries; see `register_drafter`.
 """
 
@@ -23,7 +22,6 @@ from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
 from ..drafters.lookup.cacheback import CachebackDrafter
 from ..drafters.mtp.drafter import MtpDrafter
-from .generate_hook import wrap
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str | Path, Any]] = weakref.WeakKeyDictionary()
 _lock = new_rlock()
@@ -110,24 +108,12 @@ def drafter_of(target: Any, name: str | os.PathLike[str]) -> Any:
     return known[key]
 
 
-def allow_names() -> None:
-    """Makes `generate(assistant_model="user/drafter")` work. Leaves assistants that are objects alone.
-
-    Call it before `generate_hook.install`, which shows other assistants to targets with their own `generate`.
-    """
-    wrap(_extract_generation_mode_kwargs=_extract_mode_kwargs, _prepare_generation_config=_prepare_config)
+def extract_mode_kwargs(original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return with_drafter(target, original(target, *args, **kwargs))
 
 
-def _extract_mode_kwargs(original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return _with_drafter(target, original(target, *args, **kwargs))
-
-
-def _prepare_config(original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    config, others = original(target, *args, **kwargs)
-    return config, _with_drafter(target, others)
-
-
-def _with_drafter(target: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def with_drafter(target: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Puts a target's drafter in the place of its name among a call's arguments."""
     if isinstance(name := arguments.get("assistant_model"), str | os.PathLike):
         arguments["assistant_model"] = drafter_of(target, name)
     return arguments

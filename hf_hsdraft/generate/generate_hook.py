@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, WhisperNoSpeechDetection
-from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
 from ..core.statistics import DraftStatistics
@@ -22,45 +18,9 @@ from ..engine.call_output import HSDraftEncoderDecoderOutput, HSDraftGenerateOut
 from ..engine.decoding import check_drafter, speculative_decoding, told_of_class
 from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_limits import GRADIENTS, check_inputs, gradients_flow
-
-
-def wrap(**functions: Callable[..., Any]) -> None:
-    """Puts functions in the place of methods, once. Each is given the method that was there, and its arguments.
-
-    Raises an ImportError if transformers has no such method, or one that does not take what the function takes.
-    """
-    for name, function in functions.items():
-        original = getattr(GenerationMixin, name, None)
-        if original is None:
-            raise ImportError(f"GenerationMixin has no {name}")
-        _, _, *own = inspect.signature(function).parameters.values()
-        named = {each.name for each in own if each.kind is each.POSITIONAL_OR_KEYWORD}
-        if missing := sorted(named - inspect.signature(original).parameters.keys()):
-            raise ImportError(f"GenerationMixin.{name} takes no {', '.join(missing)}")
-        if function not in getattr(original, "_hsdraft_functions", ()):
-            setattr(GenerationMixin, name, _wrapped(original, function))
-
-
-def _wrapped(original: Any, function: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return function(original, self, *args, **kwargs)
-
-    method._hsdraft_functions = (*getattr(original, "_hsdraft_functions", ()), function)  # type: ignore[attr-defined]
-    return method
-
+from .by_name import with_drafter
 
 logger = logging.get_logger(__name__)
-
-
-def install() -> None:
-    """Makes `generate(assistant_model=drafter)` work. Idempotent; other calls are unchanged."""
-    wrap(
-        _assisted_decoding=_assisted_decoding,
-        _validate_generation_mode=_validate_mode,
-        _prepare_generation_config=_prepare_config,
-        _validate_model_kwargs=_validate_model_kwargs,
-    )
 
 
 class _Lent:
@@ -88,20 +48,20 @@ def _drafter_of(assistant: Any) -> Drafter | None:
     return drafter if isinstance(drafter, Drafter) else None
 
 
-def _prepare_config(original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Puts `_Lent` in a drafter's place for targets with their own `generate`.
+def prepare_config(original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Puts a drafter in the place of its name, or `_Lent` in a drafter's, for targets with their own `generate`.
 
     Such a `generate` passes all arguments, the assistant included, to this method, and uses what it returns. That of
     transformers passes no assistant, so nothing happens there.
     """
     config, others = original(target, *args, **kwargs)
-    drafter = _drafter_of(others.get("assistant_model"))
-    if drafter is not None:
+    others = with_drafter(target, others)
+    if (drafter := _drafter_of(others.get("assistant_model"))) is not None:
         others["assistant_model"] = _Lent(drafter, config.begin_suppress_tokens)
     return config, others
 
 
-def _assisted_decoding(original: Any, target: Any, /, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+def assisted_decoding(original: Any, target: Any, /, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     assistant = kwargs.get("assistant_model")
     drafter = _drafter_of(assistant)
     if drafter is None:
@@ -142,7 +102,7 @@ def _with_suppressed_begin(processors: Any, tokens: Any, input_ids: Any) -> Any:
     return LogitsProcessorList([*processors[:first], suppressing, *processors[first:]])
 
 
-def _validate_mode(
+def validate_mode(
     original: Any, target: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
 ) -> Any:
     """Checks the target first: transformers would answer another vocabulary with advice about tokenizers."""
@@ -161,7 +121,7 @@ def _validate_mode(
     return original(target, mode, generation_config, kwargs)
 
 
-def _validate_model_kwargs(original: Any, target: Any, model_kwargs: dict[str, Any]) -> None:
+def validate_model_kwargs(original: Any, target: Any, model_kwargs: dict[str, Any]) -> None:
     """Adds to the error about unknown arguments where drafting options are set."""
     try:
         original(target, model_kwargs)

@@ -11,7 +11,8 @@ from transformers.utils import logging
 
 from hf_hsdraft import CausalLMDrafter, HSCandidateGenerator, HSDrafter
 from hf_hsdraft.engine import loop
-from hf_hsdraft.generate.generate_hook import _assisted_decoding, install
+from hf_hsdraft.generate.generate_hook import assisted_decoding
+from hf_hsdraft.installation import install
 from hf_hsdraft.runtime.misreading import first_divergence
 
 NEW = 24
@@ -249,7 +250,7 @@ def test_other_assistants_run_the_code_they_ran_before(target, prompt):
             setattr(GenerationMixin, name, function)
     assert with_hook == without_hook
     arguments = {"assistant_model": assistant, "streamer": None, "inputs_tensor": prompt}
-    seen = _assisted_decoding(lambda *args, **kwargs: (args, kwargs), target, prompt, **arguments)
+    seen = assisted_decoding(lambda *args, **kwargs: (args, kwargs), target, prompt, **arguments)
     assert seen == ((target, prompt), arguments)
     install()
     assert hooked == {name: getattr(GenerationMixin, name) for name in hooked}, "wrapped once"
