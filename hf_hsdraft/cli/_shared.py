@@ -31,6 +31,11 @@ def say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def option(sentence: str, *names: str, **limits: Any) -> Any:
+    """A `typer.Option` whose help is `sentence`."""
+    return typer.Option(*names, help=sentence, **limits)
+
+
 class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -50,52 +55,47 @@ class Injector(StrEnum):
 
 
 _TARGET = "Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."
-TargetOption = Annotated[str | None, typer.Option("--target", help=_TARGET)]
+TargetOption = Annotated[str | None, option(_TARGET, "--target")]
 TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET)]
 _DRAFTER = "Hub name or folder of a drafter"
 _OR_MADE = f"{_DRAFTER}, mtp for the target's layers, or ngrams for n-grams of the text"
-DrafterOption = Annotated[str | None, typer.Option("--drafter", help=f"{_OR_MADE}; default: the target's, or ngrams.")]
-DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"{_OR_MADE}; repeat to compare several.")]
+DrafterOption = Annotated[str | None, option(f"{_OR_MADE}; default: the target's, or ngrams.", "--drafter")]
+DraftersOption = Annotated[list[str] | None, option(f"{_OR_MADE}; repeat to compare several.", "--drafter")]
 DrafterArgument = Annotated[str, typer.Argument(help=f"{_OR_MADE}.")]
 # Of commands that write beside a drafter's weights, or load no target
-SavedDrafterOption = Annotated[str | None, typer.Option("--drafter", help=f"{_DRAFTER}; default: the target's.")]
+SavedDrafterOption = Annotated[str | None, option(f"{_DRAFTER}; default: the target's.", "--drafter")]
 SavedDrafterArgument = Annotated[str, typer.Argument(help=f"{_DRAFTER}.")]
 DrafterFolderArgument = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the target and the drafter.")]
+DtypeOption = Annotated[Dtype, option("Dtype of the target and the drafter.")]
 PromptsOption = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: 6 that come with the package."
-    ),
+    option("JSONL with `turns`; default: 6 that come with the package.", "--prompts", exists=True, dir_okay=False),
 ]
 PromptFileOption = Annotated[
-    Path | None,
-    typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: three short prompts."),
+    Path | None, option("JSONL with `turns`; default: three short prompts.", "--prompts", exists=True, dir_okay=False)
 ]
-LimitOption = Annotated[
-    int | None, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.")
-]
-NewTokensOption = Annotated[int, typer.Option(min=1, help="Maximum number of new tokens per prompt.")]
+LimitOption = Annotated[int | None, option("Maximum number of prompts, taken evenly from all categories.", min=1)]
+NewTokensOption = Annotated[int, option("Maximum number of new tokens per prompt.", min=1)]
 TrainOption = Annotated[
-    list[Path], typer.Option("--train", exists=True, help="Training chats: JSONL, or the folder of a run; repeat.")
+    list[Path], option("Training chats: JSONL, or the folder of a run; repeat.", "--train", exists=True)
 ]
-OutOption = Annotated[Path, typer.Option(help="New folder to write.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="File for all figures, as JSON.")]
-TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")]
-PlainOption = Annotated[bool, typer.Option("--plain", help="Decode without a drafter.")]
-SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
-HostOption = Annotated[str, typer.Option(help="Host name or address to listen on.")]
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free port.")]
+OutOption = Annotated[Path, option("New folder to write.")]
+JsonOption = Annotated[Path | None, option("File for all figures, as JSON.", "--json")]
+TemperatureOption = Annotated[float, option("Sampling temperature; 0 decodes greedily.", min=0.0)]
+PlainOption = Annotated[bool, option("Decode without a drafter.", "--plain")]
+SystemOption = Annotated[str | None, option("System prompt.")]
+HostOption = Annotated[str, option("Host name or address to listen on.")]
+PortOption = Annotated[int, option("Port to listen on; 0 takes any free port.", min=0, max=65535)]
 AllowedHostOption = Annotated[
     list[str] | None,
-    typer.Option(help="Further name that clients may call this server by, as in *.example.org; * for any. Repeat."),
+    option("Further name that clients may call this server by, as in *.example.org; * for any. Repeat."),
 ]
 VerificationOption = Annotated[
     str | None,
-    typer.Option(
-        "--verification",
-        help=f"Rule of verification: walk, {', '.join(offered('verification'))}. Lossy rules take options, for example "
+    option(
+        f"Rule of verification: walk, {', '.join(offered('verification'))}. Lossy rules take options, for example "
         "fly+fly_window=2+ngram_continuation=8. Default: walk, which is exact.",
+        "--verification",
     ),
 ]
 
@@ -119,7 +119,7 @@ def checked_device(device: str) -> str:
     return device
 
 
-DeviceOption = Annotated[str, typer.Option(help="Device to run on.", callback=checked_device)]
+DeviceOption = Annotated[str, option("Device to run on.", callback=checked_device)]
 
 
 def drafter_of(target: str | None, drafter: str | None, trained: bool = False) -> str:

@@ -31,6 +31,7 @@ from ._shared import (
     load_pair,
     loaded_target,
     numbers,
+    option,
     prompt_texts,
     say,
 )
@@ -42,53 +43,42 @@ _FAILED = "FAILED"
 @app.command(short_help="Compare plain decoding, drafting and other systems.")
 def bench(
     prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--prompts",
-            help="JSONL with `turns`; default: 6 prompts that come with the package.",
-        ),
+        list[Path] | None, option("JSONL with `turns`; default: 6 prompts that come with the package.", "--prompts")
     ] = None,
     target: TargetOption = None,
     drafter: DraftersOption = None,
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 128,
     variants: Annotated[
-        str | None,
-        typer.Option(help=f"Comma-separated: {VARIANTS}. Default: default,chain,lookup; with --cold: default."),
+        str | None, option(f"Comma-separated: {VARIANTS}. Default: default,chain,lookup; with --cold: default.")
     ] = None,
     temperature: TemperatureOption = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed for sampling, set before each call; each prompt adds 1.")] = 0,
+    seed: Annotated[int, option("Seed for sampling, set before each call; each prompt adds 1.")] = 0,
     top_k: Annotated[
         int | None,
-        typer.Option(
-            help="Number of most likely tokens to sample from, 0 for all; default: the target's setting, or 50."
-        ),
+        option("Number of most likely tokens to sample from, 0 for all; default: the target's setting, or 50."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="How often every system decodes all prompts.")] = 1,
+    repeats: Annotated[int, option("How often every system decodes all prompts.", min=1)] = 1,
     context_lengths: Annotated[
-        str | None, typer.Option(help="Measure prompts padded to these lengths in tokens too, e.g. 256,1024,4096.")
+        str | None, option("Measure prompts padded to these lengths in tokens too, e.g. 256,1024,4096.")
     ] = None,
-    batch_sizes: Annotated[
-        str | None, typer.Option(help="Measure batches of these sizes too, e.g. 2,4,8,16,32.")
-    ] = None,
+    batch_sizes: Annotated[str | None, option("Measure batches of these sizes too, e.g. 2,4,8,16,32.")] = None,
     new_tokens: Annotated[
-        str | None, typer.Option(help="Measure calls that emit this many tokens too, e.g. 1,4,8,16,32,64,128.")
+        str | None, option("Measure calls that emit this many tokens too, e.g. 1,4,8,16,32,64,128.")
     ] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Time the parts of a round too.")] = False,
+    profile: Annotated[bool, option("Time the parts of a round too.", "--profile")] = False,
     cold: Annotated[
         bool,
-        typer.Option(
-            "--cold",
-            help="Time the first calls of a process without compiled code instead; plain decoding and each variant "
+        option(
+            "Time the first calls of a process without compiled code instead; plain decoding and each variant "
             "in a process of its own.",
+            "--cold",
         ),
     ] = False,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     json_out: JsonOption = None,
-    pictures: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder for pictures; default: beside the JSON.")
-    ] = None,
+    pictures: Annotated[Path | None, option("Folder for pictures; default: beside the JSON.", file_okay=False)] = None,
 ) -> None:
     """Compares plain decoding, drafting and other systems on the same prompts, in one process, in alternating order."""
     from ..bench.calls import Settings
@@ -145,18 +135,14 @@ def _bench_cold(plan: Any, target: str | None, drafters: list[str] | None, dtype
 
 @app.command(short_help="Time batches with and without the drafter.")
 def throughput(
-    prompts: Annotated[list[Path], typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`.")],
+    prompts: Annotated[list[Path], option("JSONL with `turns`.", "--prompts", exists=True, dir_okay=False)],
     target: TargetOption = None,
     drafter: DrafterOption = None,
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,2,4,8,16",
-    calls: Annotated[int, typer.Option(min=1, help="Batches to time per size.")] = 4,
+    batch_sizes: Annotated[str, option("Batch sizes, comma-separated.")] = "1,2,4,8,16",
+    calls: Annotated[int, option("Batches to time per size.", min=1)] = 4,
     max_new_tokens: NewTokensOption = 64,
-    tree_size: Annotated[
-        int | None, typer.Option(min=1, help="Tree nodes per round and row; default: the drafter's.")
-    ] = None,
-    num_assistant_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Draft depth; default: the drafter's.")
-    ] = None,
+    tree_size: Annotated[int | None, option("Tree nodes per round and row; default: the drafter's.", min=1)] = None,
+    num_assistant_tokens: Annotated[int | None, option("Draft depth; default: the drafter's.", min=1)] = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
@@ -187,11 +173,9 @@ def check(
     drafter: DrafterArgument,
     target: TargetArgument = None,
     prompts: PromptFileOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum number of new tokens per prompt.")] = 64,
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Largest mean total variation allowed; 0 chooses by dtype.")
-    ] = 0.0,
+    limit: Annotated[int, option("Maximum number of prompts.", min=1)] = 8,
+    max_new_tokens: Annotated[int, option("Maximum number of new tokens per prompt.", min=2)] = 64,
+    tolerance: Annotated[float, option("Largest mean total variation allowed; 0 chooses by dtype.", min=0.0)] = 0.0,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:

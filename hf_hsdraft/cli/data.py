@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..core.checks import printable
-from ._shared import TrainOption, console, say
+from ._shared import TrainOption, console, option, say
 
 app = typer.Typer()
 
@@ -24,8 +24,8 @@ _SHOWN = 100  # characters of a text
 @app.command(short_help="Find prompts that are in training chats.")
 def overlap(
     train: TrainOption,
-    prompts: Annotated[list[Path], typer.Option(exists=True, help="Evaluation prompts, JSONL; repeat.")],
-    show: Annotated[int, typer.Option(min=0, help="Near-duplicates to show.")] = 10,
+    prompts: Annotated[list[Path], option("Evaluation prompts, JSONL; repeat.", exists=True)],
+    show: Annotated[int, option("Near-duplicates to show.", min=0)] = 10,
 ) -> None:
     """Finds prompts whose text, or nearly the same text, is in training chats. Exits with 1 if there are any."""
     from ..training.data.conversations import read_chats
@@ -61,7 +61,7 @@ def _brief(turns: Sequence[str]) -> str:
 def show(
     folder: FolderArgument,
     texts: Annotated[
-        str | None, typer.Option(help="Also print how each text begins, decoded by this tokenizer: Hub name or folder.")
+        str | None, option("Also print how each text begins, decoded by this tokenizer: Hub name or folder.")
     ] = None,
 ) -> None:
     """Lists for each target how many texts a folder holds for drafting, their tokens, and the size of the file."""
@@ -88,8 +88,7 @@ def _print_texts(paths: list[Path], name: str) -> None:
 
 @app.command("history-erase", short_help="Erase the past texts in a folder.")
 def erase(
-    folder: FolderArgument,
-    target: Annotated[str, typer.Option(help="Only those of this target, as `list` names it.")] = "",
+    folder: FolderArgument, target: Annotated[str, option("Only those of this target, as `list` names it.")] = ""
 ) -> None:
     """Erases past texts. Processes that draft from them drop them with their next call."""
     from ..drafters.lookup.history import erase_history

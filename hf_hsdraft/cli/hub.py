@@ -19,6 +19,7 @@ from ._shared import (
     check_empty,
     console,
     loaded_target,
+    option,
     say,
 )
 
@@ -27,16 +28,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")]
+RevisionOption = Annotated[str | None, option("Branch, tag or commit; default: main.")]
 
 
 @app.command("push", short_help="Upload a drafter or an adapter to the Hub.")
 def push_folder(
     folder: DrafterFolderArgument,
     name: Annotated[str, typer.Argument(help="Repository, as user/name; created if there is none.")],
-    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch; created if there is none. Default: main.")] = None,
-    message: Annotated[str | None, typer.Option(help="Commit message; default: what is uploaded.")] = None,
+    private: Annotated[bool, option("Create a private repository.", "--private")] = False,
+    revision: Annotated[str | None, option("Branch; created if there is none. Default: main.")] = None,
+    message: Annotated[str | None, option("Commit message; default: what is uploaded.")] = None,
 ) -> None:
     """Checks a drafter and uploads its weights, code, card, recipe and figures to the Hub, and nothing else.
 
@@ -60,9 +61,9 @@ def pull(
     name: Annotated[str, typer.Argument(help="Repository, as user/name.")],
     revision: RevisionOption = None,
     to: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Copy the drafter into this folder; default: the cache only.")
+        Path | None, option("Copy the drafter into this folder; default: the cache only.", file_okay=False)
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Download even if it is in the cache.")] = False,
+    force: Annotated[bool, option("Download even if it is in the cache.", "--force")] = False,
 ) -> None:
     """Downloads a drafter from the Hub with its code and documents, and checks that it is complete."""
     import shutil
@@ -92,10 +93,9 @@ def info(
     name: Annotated[str, typer.Argument(help="Hub name or folder of a drafter.")],
     revision: RevisionOption = None,
     target: Annotated[
-        str | None,
-        typer.Option(help="Measure how well the drafter fits this target too: Hub name, folder or .gguf file."),
+        str | None, option("Measure how well the drafter fits this target too: Hub name, folder or .gguf file.")
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use the cache only.")] = False,
+    offline: Annotated[bool, option("Use the cache only.", "--offline")] = False,
 ) -> None:
     """Describes a drafter: its target, sizes, format, recipe and figures. Runs none of its code."""
     from ._describe import describe
@@ -167,20 +167,15 @@ def card(
     folder: DrafterFolderArgument,
     bench: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--bench", exists=True, dir_okay=False, help="Report of `bench --json`; replaces earlier ones; repeat."
-        ),
+        option("Report of `bench --json`; replaces earlier ones; repeat.", "--bench", exists=True, dir_okay=False),
     ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep earlier reports, except those of the same command.")
-    ] = False,
+    keep: Annotated[bool, option("Keep earlier reports, except those of the same command.", "--keep")] = False,
     target: Annotated[
-        str | None,
-        typer.Option(help="Record the identity and the output of this target: Hub name, folder or .gguf file."),
+        str | None, option("Record the identity and the output of this target: Hub name, folder or .gguf file.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the drafter in the card; default: the folder's.")] = None,
-    license: Annotated[str | None, typer.Option(help="Licence, as the Hub names it, e.g. apache-2.0.")] = None,
-    language: Annotated[list[str] | None, typer.Option(help="Language of the training data, e.g. en; repeat.")] = None,
+    name: Annotated[str | None, option("Name of the drafter in the card; default: the folder's.")] = None,
+    license: Annotated[str | None, option("Licence, as the Hub names it, e.g. apache-2.0.")] = None,
+    language: Annotated[list[str] | None, option("Language of the training data, e.g. en; repeat.")] = None,
 ) -> None:
     """Adds measurements to a drafter's figures, records its target, and rewrites its card."""
     from ..generate.by_name import load_drafter
@@ -264,9 +259,9 @@ def _entry(path: Path, report: Mapping[str, Any], weights: Mapping[str, str]) ->
 @app.command(short_help="Convert a drafter for other programs.")
 def export(
     drafter: SavedDrafterArgument,
-    out: Annotated[Path, typer.Option("--out", file_okay=False, help="New folder.")],
-    to: Annotated[str, typer.Option("--to", help="Format to write; vLLM loads speculators.")] = "speculators",
-    target: Annotated[str, typer.Option(help="Hub name of the target to record; default: the one in the files.")] = "",
+    out: Annotated[Path, option("New folder.", "--out", file_okay=False)],
+    to: Annotated[str, option("Format to write; vLLM loads speculators.", "--to")] = "speculators",
+    target: Annotated[str, option("Hub name of the target to record; default: the one in the files.")] = "",
 ) -> None:
     """Writes a drafter in the format of another project, or says why that format cannot express it."""
     from ..generate.by_name import load_drafter
@@ -279,10 +274,8 @@ def export(
 @app.command("find", short_help="Say which drafters there are for a target.")
 def find(
     target: TargetArgument = None,
-    target_name: Annotated[
-        str, typer.Option(help="Name of the target on the Hub, where TARGET is a folder or file.")
-    ] = "",
-    offline: Annotated[bool, typer.Option("--offline", help="Look into the cache only.")] = False,
+    target_name: Annotated[str, option("Name of the target on the Hub, where TARGET is a folder or file.")] = "",
+    offline: Annotated[bool, option("Look into the cache only.", "--offline")] = False,
 ) -> None:
     """Lists what drafts for a target right now, the best first. Reads its configuration and tokenizer, no weights.
 

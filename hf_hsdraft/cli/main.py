@@ -23,7 +23,7 @@ from .._version import __version__
 from ..core import command as process
 from ..core.methods import load, offered
 from ..core.progress import errors, tell, working
-from ._shared import say
+from ._shared import option, say
 
 app = typer.Typer(
     help="Hidden-state speculative decoding for transformers.",
@@ -141,9 +141,7 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def common(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
+    version: Annotated[bool, option("Print the version.", "--version", callback=_print_version, is_eager=True)] = False,
 ) -> None:
     """Hidden-state speculative decoding for transformers."""
 

@@ -17,6 +17,7 @@ from ._shared import (
     TargetOption,
     bound_socket,
     loaded_target,
+    option,
     say,
 )
 
@@ -32,35 +33,33 @@ def verify_server(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     token_file: Annotated[
-        Path | None, typer.Option(help=f"File with the bearer token of the devices; default: the variable {_TOKEN}.")
+        Path | None, option(f"File with the bearer token of the devices; default: the variable {_TOKEN}.")
     ] = None,
-    certificate: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; encrypts connections.")] = None,
-    key: Annotated[Path | None, typer.Option(help="Key of the certificate, PEM.")] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Maximum number of texts at a time.")] = 64,
+    certificate: Annotated[Path | None, option("Certificate chain, PEM; encrypts connections.")] = None,
+    key: Annotated[Path | None, option("Key of the certificate, PEM.")] = None,
+    max_sessions: Annotated[int, option("Maximum number of texts at a time.", min=1)] = 64,
     max_mebibytes: Annotated[
-        int, typer.Option(min=1, help="Maximum memory for keys, values and hidden states of all texts.")
+        int, option("Maximum memory for keys, values and hidden states of all texts.", min=1)
     ] = 2048,
-    max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Maximum number of tokens per text.")] = 4096,
-    max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Maximum number of nodes per draft tree.")] = 64,
-    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of texts per forward.")] = 32,
+    max_length: Annotated[int, option("Maximum number of tokens per text.", min=16, max=2**20)] = 4096,
+    max_nodes: Annotated[int, option("Maximum number of nodes per draft tree.", min=1, max=4095)] = 64,
+    max_batch: Annotated[int, option("Maximum number of texts per forward.", min=1)] = 32,
     max_columns: Annotated[
-        int, typer.Option(min=2, help="Maximum product of the texts in a forward and the nodes of the largest tree.")
+        int, option("Maximum product of the texts in a forward and the nodes of the largest tree.", min=2)
     ] = 256,
     wait_ms: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Time that a batch waits for drafting devices; default: chosen from their delays."),
+        option("Time that a batch waits for drafting devices; default: chosen from their delays.", min=0.0),
     ] = None,
-    idle_seconds: Annotated[float, typer.Option(min=1.0, help="Seconds until a silent connection is closed.")] = 120.0,
+    idle_seconds: Annotated[float, option("Seconds until a silent connection is closed.", min=1.0)] = 120.0,
     hello_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Seconds until a connection that has said nothing yet is closed.")
+        float, option("Seconds until a connection that has said nothing yet is closed.", min=0.1)
     ] = 10.0,
     max_per_address: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of connections of an address; default: half of all.")
+        int | None, option("Maximum number of connections of an address; default: half of all.", min=1)
     ] = None,
-    keep_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to keep a text for a disconnected device.")
-    ] = 30.0,
-    packed: Annotated[bool, typer.Option("--packed", help="Pack the target's weights; faster on x86 CPUs.")] = False,
+    keep_seconds: Annotated[float, option("Seconds to keep a text for a disconnected device.", min=0.1)] = 30.0,
+    packed: Annotated[bool, option("Pack the target's weights; faster on x86 CPUs.", "--packed")] = False,
 ) -> None:
     """Holds the target and verifies drafts for many devices at once; they connect with hf_hsdraft.connect(url)."""
     from ..remote.connecting import check_packages

@@ -32,6 +32,7 @@ from ._shared import (
     console,
     drafter_of,
     load_plain_or_pair,
+    option,
     say,
 )
 
@@ -54,38 +55,28 @@ def serve(
     plain: PlainOption = False,
     verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
-    device: Annotated[str, typer.Option(help="Device to run on.")] = "cpu",  # vLLM's interpreter may find others
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for each request.")] = False,
+    device: Annotated[str, option("Device to run on.")] = "cpu",  # vLLM's interpreter may find others
+    quiet: Annotated[bool, option("Print no line for each request.", "--quiet")] = False,
     allowed_host: AllowedHostOption = None,
     api_key: Annotated[
-        str, typer.Option(envvar="HSDRAFT_API_KEY", show_default=False, help="Key that clients have to send.")
+        str, option("Key that clients have to send.", envvar="HSDRAFT_API_KEY", show_default=False)
     ] = "",
-    client_templates: Annotated[
-        bool, typer.Option("--client-templates", help="Take chat templates that clients send.")
-    ] = False,
-    max_body_mebibytes: Annotated[int, typer.Option(min=1, help="Maximum size of a request.")] = 2,
-    max_prompt: Annotated[int, typer.Option(min=1, help="Maximum number of characters of a prompt.")] = 1 << 20,
-    prompt_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Maximum time to render and tokenize a prompt.")
-    ] = 30.0,
-    max_stops: Annotated[int, typer.Option(min=1, help="Maximum number of stop strings of a request.")] = 4,
-    max_beams: Annotated[int, typer.Option(min=1, help="Maximum number of beams of a request.")] = 8,
-    max_requests: Annotated[int, typer.Option(min=1, help="Maximum number of requests at a time.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests decoded together.")] = 8,
+    client_templates: Annotated[bool, option("Take chat templates that clients send.", "--client-templates")] = False,
+    max_body_mebibytes: Annotated[int, option("Maximum size of a request.", min=1)] = 2,
+    max_prompt: Annotated[int, option("Maximum number of characters of a prompt.", min=1)] = 1 << 20,
+    prompt_seconds: Annotated[float, option("Maximum time to render and tokenize a prompt.", min=0.1)] = 30.0,
+    max_stops: Annotated[int, option("Maximum number of stop strings of a request.", min=1)] = 4,
+    max_beams: Annotated[int, option("Maximum number of beams of a request.", min=1)] = 8,
+    max_requests: Annotated[int, option("Maximum number of requests at a time.", min=1)] = 256,
+    batch: Annotated[int, option("Maximum number of requests decoded together.", min=1)] = 8,
     prefix_cache: Annotated[
-        int, typer.Option(min=0, help="Tokens of prompts kept for prompts that begin alike; 0 for none.")
+        int, option("Tokens of prompts kept for prompts that begin alike; 0 for none.", min=0)
     ] = 4096,
-    engine: Annotated[
-        Engine, typer.Option(help="Engine that decodes; vllm starts vLLM's server.")
-    ] = Engine.transformers,
-    vllm_python: Annotated[
-        str | None, typer.Option("--vllm-python", help="Interpreter with vLLM, for --engine vllm.")
-    ] = None,
+    engine: Annotated[Engine, option("Engine that decodes; vllm starts vLLM's server.")] = Engine.transformers,
+    vllm_python: Annotated[str | None, option("Interpreter with vLLM, for --engine vllm.", "--vllm-python")] = None,
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Drafted tokens per chain, for --engine vllm; default: the drafter's, or 5 for n-grams."
-        ),
+        option("Drafted tokens per chain, for --engine vllm; default: the drafter's, or 5 for n-grams.", min=1),
     ] = None,
 ) -> None:
     """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed.
@@ -205,9 +196,9 @@ def chat(
     target: TargetOption = None,
     drafter: DrafterOption = None,
     system: SystemOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 512,
+    max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", min=1)] = 512,
     temperature: TemperatureOption = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
+    seed: Annotated[int | None, option("Seed for sampling.")] = None,
     plain: PlainOption = False,
     verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
@@ -238,7 +229,7 @@ def ui(
     allowed_host: AllowedHostOption = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, max=2048, help="Maximum number of tokens per answer; the page can change it.")
+        int, option("Maximum number of tokens per answer; the page can change it.", min=1, max=2048)
     ] = 256,
     verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,

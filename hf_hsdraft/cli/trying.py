@@ -24,6 +24,7 @@ from ._shared import (
     check_fit,
     console,
     loaded_target,
+    option,
     prompt_texts,
     say,
 )
@@ -31,9 +32,9 @@ from ._shared import (
 app = typer.Typer()
 _NEW_TOKENS, _PROMPTS = 64, 3
 SvgOption = Annotated[
-    Path | None, typer.Option("--svg", dir_okay=False, help="File for a picture of the last prompt's two texts.")
+    Path | None, option("File for a picture of the last prompt's two texts.", "--svg", dir_okay=False)
 ]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Look for drafters in the cache only.")]
+OfflineOption = Annotated[bool, option("Look for drafters in the cache only.", "--offline")]
 
 
 @app.command("try", short_help="Say what drafting does for a model, on three prompts.")
