@@ -40,11 +40,7 @@ class HSDraftEncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """The same for an encoder-decoder target."""
 
     statistics: DraftStatistics | None = None
-
-    @property
-    def exact(self) -> bool:
-        """As in [`HSDraftGenerateOutput`]."""
-        return self.statistics is None or self.statistics.exact
+    exact = HSDraftGenerateOutput.exact
 
 
 def as_output(

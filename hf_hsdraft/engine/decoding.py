@@ -144,33 +144,32 @@ def speculative_decoding(
     """Decodes with a drafter ("Make Every Draft Count"); the output has the target's distribution.
 
     The exception is a lossy verification rule set in the drafter's options; the statistics say so. Takes what
-    `generate()` hands to a decoding method, and returns what it returns: `[B, length]` token ids, or with
-    `return_dict_in_generate` an [`HSDraftGenerateOutput`].
+    `generate()` hands to a decoding method, and returns what it returns.
 
     Args:
         statistics: filled in, whatever the call returns; seconds only with `return_dict_in_generate`.
-        refused: called if the target turns out to read no drafts, which is found out after the prompt. If it does not
-            raise, the call continues without drafts.
+        refused: called if the target turns out, after the prompt, to read no drafts; none are made if it returns.
 
     Raises:
         DraftingRefused: target, drafter and call do not fit together. Nothing has been streamed or drawn then, and the
-            cache is as it was given; only `refused` may be called later.
+            cache is as it was given.
         OSError: the folder of the option `history` cannot be used. Nothing has been done then either.
     """
     options = DraftOptions.of(drafter, generation_config)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
-    untriable, own_modules = _looked_at(target, len(input_ids) * columns, refused)
-    history = history_for(drafter, target, options)  # of the drafter, whatever adapter it uses
-    drafter = adapted(drafter, options.adapter_name)
+    untriable, own_modules = look_at(target, len(input_ids) * columns)
+    plainly = refused is not refuse  # the caller can decode plainly
+    if untriable and plainly:
+        raise refusal(target, f"{untriable}.")
+    history, drafter = history_for(drafter, target, options), adapted(drafter, options.adapter_name)
     introduce(drafter, target, tokenizer, synced_gpus, [] if untriable else first_prompt(input_ids, model_kwargs))
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)
     check_verifier(verifier, target, logits_processor)
     runtime = TargetRuntime(target, sorted({*drafter.taps_of(target), *verifier.taps}), model_kwargs)
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
-    returned = generation_config.return_dict_in_generate
-    statistics = DraftStatistics() if statistics is None else statistics
+    returned, statistics = generation_config.return_dict_in_generate, statistics or DraftStatistics()
     statistics.drafter, statistics.target = type(drafter).__name__, named_target(target)
     keeper = Keeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
@@ -181,27 +180,13 @@ def speculative_decoding(
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
         positions = TextPositions.of(runtime, output.taps.shape[1], len(input_ids))
-        limits = DraftLimits(call, positions, refused, untriable or _changing(watch, target, refused))
+        if not untriable and (untriable := watch.why_not()) and plainly:
+            refused(refusal(target, f"{untriable}."))
+        limits = DraftLimits(call, positions, refused, untriable)
         session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, limits)
     _finish(keeper, texts, runtime, watch, None if synced_gpus else session)
     _remember(history, texts, input_ids, model_kwargs)
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
-
-
-def _looked_at(target: Any, columns: int, refused: Callable[[DraftingRefused], None]) -> tuple[str, dict[str, Any]]:
-    """As `look_at`; raises the refusal where the caller can decode plainly."""
-    untriable, own_modules = look_at(target, columns)
-    if untriable and refused is not refuse:
-        raise refusal(target, f"{untriable}.")
-    return untriable, own_modules
-
-
-def _changing(watch: Watch, target: Any, refused: Callable[[DraftingRefused], None]) -> str:
-    """Why the user's modules allow no drafts in this call, after the prompts' forward."""
-    why = watch.why_not()
-    if why and refused is not refuse:
-        refused(refusal(target, f"{why}."))
-    return why
 
 
 def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, watch: Watch, session: Session | None) -> None:
@@ -238,17 +223,13 @@ def _remember(history: Any, texts: DecodedTexts, input_ids: torch.Tensor, model_
         return
     prompts, sequences, length = input_ids.tolist(), texts.sequences().tolist(), input_ids.shape[1]
     mask = model_kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length > 0 and not _encodes(model_kwargs):
+    encodes = model_kwargs.get("encoder_outputs") is not None  # then the mask is that of the encoder's input
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length > 0 and not encodes:
         kept = mask[:, mask.shape[1] - length :].tolist()  # of the prompts' last tokens, where a cache has earlier ones
         prompts = [list(itertools.compress(*pair)) for pair in zip(prompts, kept, strict=True)]
     most = texts.length() - length
     answers = [ids[length : length + min(texts.new_tokens(row), most)] for row, ids in enumerate(sequences)]
     history.remember(list(zip(prompts, answers, strict=True)))
-
-
-def _encodes(model_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the mask is that of an encoder's input."""
-    return model_kwargs.get("encoder_outputs") is not None
 
 
 def _read_prompts(
@@ -272,30 +253,18 @@ def _read_prompts(
     return output
 
 
-def _grow(
-    call: Call,
-    drafter: Drafter,
-    output: TargetOutput,
-    inputs_embeds: torch.Tensor | None,
-    keeper: Keeper,
-    limits: DraftLimits,
-) -> Session | None:
-    """Grows the texts to their ends after the prompts' forward, which returned `output`.
-
-    Returns the drafter's session, or `None` if each text has ended with its first token. `inputs_embeds` is
-    `[B, length, D]`, for prompts given as embeddings. Raises a DraftingRefused if the target reads no drafts.
-    """
+def _grow(call: Call, drafter: Drafter, *given: Any) -> Session | None:
+    """Grows the texts to their ends, see `_run_rounds`; returns `None` if each has ended with its first token."""
     runtime, texts, session = call.runtime, call.texts, None
     if texts.active or call.synced_gpus:
         with call.target._optimize_model_for_decode():  # experts run as in plain decoding
-            session = _run_rounds(call, drafter, output, inputs_embeds, keeper, limits)
+            session = _run_rounds(call, drafter, *given)
     texts.stream()
     runtime.finish(texts.sequences())
     # The drafter's state for a single text stays with the cache, for a call that continues the text.
-    if session is not None and call.outlives and call.rows == 1:
-        memory = session.memory(runtime.length + 1)
-        if memory is not None:
-            setattr(runtime.cache, _MEMORY, memory)
+    memory = session.memory(runtime.length + 1) if session and call.outlives and call.rows == 1 else None
+    if memory is not None:
+        setattr(runtime.cache, _MEMORY, memory)
     return session
 
 
@@ -307,6 +276,11 @@ def _run_rounds(
     keeper: Keeper,
     limits: DraftLimits,
 ) -> Session:
+    """Grows the texts to their ends after the prompts' forward, which returned `output`; returns the session.
+
+    `inputs_embeds` is `[B, length, D]`, for prompts given as embeddings. Raises a DraftingRefused if the target reads
+    no drafts.
+    """
     runtime, texts, statistics = call.runtime, call.texts, keeper.statistics
     limits.find()
     target = LocalTarget(call, limits, drafter.taps_of(call.target))

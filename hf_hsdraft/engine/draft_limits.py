@@ -6,6 +6,7 @@ end.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -161,12 +162,12 @@ class DraftLimits:
         return why_in_step(runtime.target, self.positions.furthest() + room + 1, slots)
 
     def _why_nothing(self, pays: bool) -> str:
-        end = why_drafts_end(self._runtime.target, max(self.positions.roots) + LEAST_DEPTH)
-        if end or not self._synced_gpus:
-            short = "nothing is drafted in so short a call before it is known what the target can do"
-            close = "nothing is drafted so close to the last position that the target has or reads alike"
-            return end or (close if pays else short)
-        return "nothing is drafted where a process is so close to the last position that its target has"
+        if end := why_drafts_end(self._runtime.target, max(self.positions.roots) + LEAST_DEPTH):
+            return end
+        if self._synced_gpus:
+            return "nothing is drafted where a process is so close to the last position that its target has"
+        close = "so close to the last position that the target has or reads alike"
+        return f"nothing is drafted {close if pays else 'in so short a call before it is known what the target can do'}"
 
     def _draft_nothing(self, reason: str) -> None:
         """From here on the texts grow as in plain decoding."""
@@ -192,8 +193,7 @@ class DraftLimits:
     def look_ahead(self) -> None:
         """Finds how far drafts may reach, which holds until a text or the cache has grown beyond that."""
         target, length = self._runtime.target, self._runtime.length
-        reach = zip(self.positions.roots, self.positions.reach(target), strict=True)
-        self.ends = [root + each for root, each in reach]
+        self.ends = list(map(operator.add, self.positions.roots, self.positions.reach(target)))
         self.alike_until = length + slots_read_alike(target, length)
 
     def begin_again(self) -> None:

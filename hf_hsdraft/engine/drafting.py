@@ -6,8 +6,9 @@ News of rounds without drafts wait: the drafter's session reads them all at once
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,13 +76,16 @@ class Drafting:
     def __init__(self, drafter: Drafter, call: Call, session: Session | None = None) -> None:
         self._call, self._drafter = call, drafter
         self.session = session = session or drafter.session(call)
-        self._listeners = [each.on_expansion for each in call.observers if each.on_expansion is not None]
-        if self._listeners:
-            session.on_expansion = self._tell
+        if listeners := [each.on_expansion for each in call.observers if each.on_expansion is not None]:
+            session.on_expansion = partial(_tell, listeners)
         ngrams = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
         self.pace: CostPace | None = None
         self.depth = 0
-        history = None if call.history is None else _past_texts(call)
+        history: Session | None = None
+        if call.history is not None:
+            from ..drafters.lookup.past_texts import HistorySession
+
+            history = HistorySession(call, call.history)
         self._sessions = [each for each in (ngrams, history, session) if each is not None]
         self._continuing = ngrams if call.options.ngram_continuation else None
         self._free = [each for each in self._sessions if each.free]
@@ -117,8 +121,9 @@ class Drafting:
             return {ask.row: _joined(drafted.get(ask.row), guessed[ask.row], ask) for ask in wanted}
 
         trees = join(drafted) if self.pace is None else self.pace.fit(drafted, self.depth, deciding, join)
-        if self._continuing is not None:
-            trees = {ask.row: self._continued(self._continuing, trees[ask.row], ask) for ask in wanted}
+        if (ngrams := self._continuing) is not None:
+            longer = ((ask, ngrams.continued(trees[ask.row], replace(ask, depth=ask.reach))) for ask in wanted)
+            trees = {ask.row: self._pruned(tree, ask) for ask, tree in longer}
         return [trees.get(ask.row, root) for ask, root in zip(asks, roots, strict=True)]
 
     def _of_drafter(self, asks: Sequence[Wanted], depth: int) -> dict[int, DraftTree]:
@@ -140,14 +145,6 @@ class Drafting:
     def _pruned(self, tree: DraftTree, ask: Ask) -> DraftTree:
         texts = self._call.texts
         return tree if texts is None else texts.prune(ask.row, tree)
-
-    def _continued(self, ngrams: NgramSession, tree: DraftTree, ask: Wanted) -> DraftTree:
-        """The tree to verify, where n-grams extend its end."""
-        return self._pruned(ngrams.continued(tree, replace(ask, depth=ask.reach)), ask)
-
-    def _tell(self, rows: Sequence[int], expansion: Expansion) -> None:
-        for each in self._listeners:
-            each(rows, expansion)
 
     def rest(self) -> None:
         """Ends drafting and frees what was kept for it, unless the session listens."""
@@ -198,10 +195,9 @@ def history_for(drafter: Drafter, target: Any, options: DraftOptions) -> Any:
     return history_of(drafter, target, options.history)
 
 
-def _past_texts(call: Call) -> Session:
-    from ..drafters.lookup.past_texts import HistorySession
-
-    return HistorySession(call, call.history)
+def _tell(listeners: Sequence[Callable[..., None]], rows: Sequence[int], expansion: Expansion) -> None:
+    for each in listeners:
+        each(rows, expansion)
 
 
 def _check(session: Session, trees: Any, asks: Sequence[Ask], vocab_size: int) -> None:

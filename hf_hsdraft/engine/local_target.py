@@ -131,12 +131,14 @@ class LocalTarget:
         return self._runtime.undone_on_error()
 
     def verify(self, trees: Sequence[DraftTree]) -> Read:
-        read = {row: self._undrafted(row) for row in self.rows}
-        read.update(zip(self._texts.active, trees, strict=True))
-        texts = self._texts  # in step, chains read what plain decoding reads, with padding after rows that have ended
+        texts, read = self._texts, dict[int, DraftTree]()
+        for row in self.rows:  # a row that drafts nothing reads its root, or an idle node if it has ended
+            idle = row in self._closed or not texts.room(row)
+            read[row] = (DraftTree.idle if idle else DraftTree.root)(texts.last_token(row))
+        read.update(zip(texts.active, trees, strict=True))
+        # in step, chains read what plain decoding reads, with padding after rows that have ended
         batch = texts.sequences(max(texts.ids.lengths)) if self._runtime.in_step else texts.ids.all()
-        output = self._runtime.verify(list(read.values()), batch, self._texts.pad_token_id)
-        return Read(read, output)
+        return Read(read, self._runtime.verify(list(read.values()), batch, texts.pad_token_id))
 
     def accept(self, read: Read) -> dict[int, Verdict]:
         texts, output, active = self._texts, read.output, self._texts.active
@@ -188,13 +190,13 @@ class LocalTarget:
             for row in read.trees.keys() - verdicts.keys():
                 self._roots[row] += 1 + min(len(verdict.path) for verdict in verdicts.values())
         if self._is_plain(read):
-            return [self._of_step(row, read, verdict.next_token) for row, verdict in verdicts.items()]
+            taps, places, news = read.output.taps[:, :1], list(read.trees), list[Accepted]()
+            for row, verdict in verdicts.items():
+                begin, part = self._roots[row], (taps, places.index(row))
+                news.append(LateNews(row, [verdict.next_token], begin, [part], self.own_taps))
+                self._roots[row] += 1
+            return news
         return [self._accepted(row, read, verdict) for row, verdict in verdicts.items()]
-
-    def _of_step(self, row: int, read: Read, token: int) -> Accepted:
-        begin, place = self._roots[row], list(read.trees).index(row)
-        self._roots[row] += 1
-        return LateNews(row, [token], begin, [(read.output.taps[:, :1], place)], self.own_taps)
 
     def _accepted(self, row: int, read: Read, verdict: Verdict) -> Accepted:
         tokens, begin = self._texts.rows[row].emitted, self._roots[row]
@@ -209,11 +211,6 @@ class LocalTarget:
     def own_taps(self, taps: torch.Tensor) -> torch.Tensor:
         """Picks the drafter's hidden states out of all, `[..., taps * D]`."""
         return picked_taps(taps, self._runtime.tap_layers, self._taps)
-
-    def _undrafted(self, row: int) -> DraftTree:
-        """Tree for a row that drafts nothing: the root, or an idle node if the row has ended."""
-        idle = row in self._closed or not self._texts.room(row)
-        return (DraftTree.idle if idle else DraftTree.root)(self._texts.last_token(row))
 
     def _kept(self, row: int, verdicts: dict[int, Verdict], beyond: int) -> list[int] | None:
         """The accepted nodes of a text's tree, without `beyond` tokens beyond the batch's end.
