@@ -47,12 +47,19 @@ def test_what_an_earlier_run_did_counts_as_done_and_not_as_pace(monkeypatch):
 
 @pytest.mark.parametrize("budget", [None, SimpleNamespace(minutes=2.0, spent=60.0)])
 def test_training_that_ends_early_says_why(budget):
-    stage, state = Stage("training", "steps"), SimpleNamespace(max_steps=40, global_step=7)
+    stage, state = Stage("training", "steps"), SimpleNamespace(max_steps=40, global_step=7, log_history=[])
     told = TrainingProgress(stage, budget)
     for event in (told.on_train_begin, told.on_step_end, told.on_train_end):
         event(None, state, None)
     expected = "7/40 steps, ended early" if budget is None else "the rest is for the last evaluation and saving"
     assert expected in stage.line(ended=True)
+
+
+def test_training_shows_its_last_figures_and_the_last_tau():
+    figures = [{"eval_tau": 1.5, "step": 2}, {"eval_tau": 1.75, "step": 4}, {"loss": 2.0, "step": 6}]
+    stage, state = Stage("training", "steps"), SimpleNamespace(max_steps=40, global_step=7, log_history=figures)
+    TrainingProgress(stage).on_step_end(None, state, None)
+    assert stage.note == "loss 2.000, tau 1.75 at step 4"
 
 
 def test_a_stage_that_fails_does_not_say_that_it_ended():

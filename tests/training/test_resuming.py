@@ -6,6 +6,7 @@ import copy
 import json
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import torch
 from training_helpers import decodes_as_plain, interrupted, planned, run
 
 from hf_hsdraft.training.loop.budget import TimeBudget
+from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run_folder import steps_done
+from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
 
 def _killed(target, tokenizer, plan, arguments) -> None:
@@ -50,6 +53,32 @@ def test_a_process_killed_after_its_last_checkpoint_is_resumed(chatty, tokenizer
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert decodes_as_plain(chatty, run(chatty, tokenizer, plan, bf16=True))
+
+
+def test_a_run_stopped_ten_times_is_the_run_that_was_not_stopped(chatty, tokenizer, tmp_path, monkeypatch):
+    """Each time in the middle of a step after a checkpoint; tau and the time left are shown from the first step on."""
+    fields, original, stops = {"max_steps": 11, "eval_steps": 1, "save_total_limit": 1}, DrafterTrainer.compute_loss, 0
+    whole = run(chatty, tokenizer, planned(tmp_path / "whole", "hidden-state", cache_taps=True), **fields)
+    plan, said = planned(tmp_path / "stopped", "hidden-state", cache_taps=True), list[str]()
+
+    def stopping(self, *args, **kwargs):
+        nonlocal stops
+        loss = original(self, *args, **kwargs)
+        if self.state.global_step > stops and self.model.training:
+            stops += 1
+            raise KeyboardInterrupt
+        return loss
+
+    monkeypatch.setattr(DrafterTrainer, "compute_loss", stopping)
+    for step in range(1, 11):
+        with pytest.raises(KeyboardInterrupt):
+            run(chatty, tokenizer, plan, Reporter(said.append, every=0.0), **fields)
+        assert steps_done(tmp_path / "stopped" / "out") == stops == step
+    drafter = run(chatty, tokenizer, plan, **fields)
+    shown = [line for line in said if line.startswith("training: 10/11 steps")]
+    assert shown and all(re.search(r"tau \d\.\d\d at step 9; about .* left|, tau|10/11 steps", line) for line in shown)
+    for name, weight in whole.state_dict().items():
+        assert weight.equal(drafter.state_dict()[name]), name
 
 
 def _damaged(path: Path, how: str) -> None:

@@ -26,10 +26,7 @@ _MINUTES = ("max_minutes", "max_training_minutes")
 
 @dataclass(frozen=True)
 class MethodOption:
-    """A training argument that only one method has; `check` raises a ValueError if a value does not go with the others.
-
-    It is kept in `DrafterTrainingArguments.method_options`, where it is given.
-    """
+    """A training argument of one method; `check` raises a ValueError if a value does not go with the other ones."""
 
     type: type
     check: Callable[[DrafterTrainingArguments, Any], None]
@@ -43,10 +40,8 @@ DRAFTER_OPTIONS: Registry[type] = Registry("drafter_option")  # fields of a meth
 class DrafterTrainingArguments(LearningOptions, TrainingArguments):
     """transformers' `TrainingArguments` with `LearningOptions`, and defaults that suit them.
 
-    `data_policy` is one of DistillSpec (section 4) or `"draft-opd"`; `cosine_weight` is of FastVLM. `max_minutes` are
-    from the run's begin to the saved drafter, of which a part is for prompts and answers; with either limit of minutes
-    the learning rate rises for a twentieth of the training and falls as a cosine, see `TimeBudget`. `max_steps`,
-    `warmup_steps` and `lr_scheduler_type` then have no effect.
+    `data_policy` is one of DistillSpec (section 4) or `"draft-opd"`; `cosine_weight` is of FastVLM. With a limit of
+    minutes `TimeBudget` sets the learning rate: `max_steps`, `warmup_steps` and `lr_scheduler_type` have no effect.
 
     Attributes:
         method_options: values of options in `METHOD_OPTIONS`, such as `ctc_labels`; `training_arguments` sets them.
@@ -103,8 +98,7 @@ class DrafterTrainingArguments(LearningOptions, TrainingArguments):
     @property
     def weightings(self) -> list[str]:
         """Names in `loss.WEIGHTINGS`."""
-        given = {"d-pace": self.depth_weighting == "d-pace", "valid-prefix": self.valid_prefix}
-        return [name for name, wanted in given.items() if wanted]
+        return ["d-pace"] * (self.depth_weighting == "d-pace") + ["valid-prefix"] * self.valid_prefix
 
     def weights_of_depths(self, steps: int) -> list[float]:
         """Returns the weight of each of K depths; a ValueError if `depth_weights` has another length."""

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -27,12 +26,9 @@ Item = TypeVar("Item")
 class TimeBudget(TrainerCallback, ExportableState):
     """Ends training so that all of it, from now to the saved drafter, takes `minutes`.
 
-    Steps, evaluations, pictures and the saving count, and so does the time before a resumption. Training reserves time
-    for one more step, a last evaluation and what comes after it. An evaluation takes an eighth of the time at most:
-    `within` cuts it, and later ones measure as much as the first one did. The learning rate follows the time: it rises
-    for a twentieth of the training, then falls as a cosine.
-
-    All processes follow the clock of the first one, so that their learning rates and last steps are the same.
+    The time before a resumption counts. Training reserves time for one more step, a last evaluation and what comes
+    after it. An evaluation takes an eighth of the time at most: `within` cuts it. The learning rate rises for a
+    twentieth of the training, then falls as a cosine. All processes follow the clock of the first one.
 
     Args:
         minutes: infinite for no limit.
@@ -112,15 +108,11 @@ class TimeBudget(TrainerCallback, ExportableState):
         return self.evaluation_limit if self.evaluation_seconds is None else self.evaluation_seconds
 
     @property
-    def _reserve(self) -> float:
-        """Seconds kept for another step, the last evaluation and what comes after it."""
-        step = self._step if math.isfinite(self._step) else 0.0
-        return step + self._evaluation + min(_FINISH * 60.0 * self.minutes, _FINISH_SECONDS)
-
-    @property
     def _left(self) -> float:
-        """Seconds left for training."""
-        return 60.0 * self.minutes - self._reserve - self.spent
+        """Seconds left for training, without those for another step, the last evaluation and what comes after it."""
+        step = self._step if math.isfinite(self._step) else 0.0
+        reserve = step + self._evaluation + min(_FINISH * 60.0 * self.minutes, _FINISH_SECONDS)
+        return 60.0 * self.minutes - reserve - self.spent
 
     @property
     def progress(self) -> float:
@@ -133,9 +125,6 @@ class TimeBudget(TrainerCallback, ExportableState):
             return max(self.progress / _WARMUP, 1e-3)
         return 0.5 * (1.0 + math.cos(math.pi * (self.progress - _WARMUP) / (1.0 - _WARMUP)))
 
-    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self.scale())
-
     def within(self, items: Iterable[Item], name: str, seconds: float) -> Iterator[Item]:
         """Yields what an evaluation has time for, at least one item.
 
@@ -144,11 +133,8 @@ class TimeBudget(TrainerCallback, ExportableState):
         """
         known, begin, done = self.measured.get(name), time.monotonic(), 0
         for item in items:
-            if known is not None:
-                over = done >= known
-            else:
-                [over] = broadcast_object_list([done > 0 and time.monotonic() - begin >= seconds])
-            if over:
+            over = [done > 0 and time.monotonic() - begin >= seconds if known is None else done >= known]
+            if (broadcast_object_list(over) if known is None else over)[0]:
                 break
             yield item
             done += 1

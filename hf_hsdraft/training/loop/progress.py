@@ -1,7 +1,4 @@
-"""Progress reports of a run: lines, and stages of work.
-
-In a terminal an open stage is a bar. Elsewhere it is a line now and then, so that a log stays readable.
-"""
+"""Progress reports of a run: lines, and stages of work, as bars in a terminal and now and then lines elsewhere."""
 
 from __future__ import annotations
 
@@ -146,10 +143,17 @@ class Reporter:
 
 
 class TrainingProgress(TrainerCallback):
-    """Reports to a stage how far the Trainer is: in minutes with a time budget, in steps without one."""
+    """Reports to a stage how far the Trainer is, in minutes with a time budget, and its last figures, tau included."""
 
     def __init__(self, stage: Stage, budget: TimeBudget | None = None) -> None:
-        self._stage, self._budget, self._figures = stage, budget, ""
+        self._stage, self._budget = stage, budget
+
+    def _note(self, state: Any, *further: str) -> str:
+        history = reversed(state.log_history)  # that of earlier runs included
+        loss, tau = (next((each for each in history if name in each), {}) for name in ("loss", "eval_tau"))
+        found = [f"step {state.global_step:,}"] * (self._budget is not None) + [figures_in_words(loss) if loss else ""]
+        found += [f"tau {tau['eval_tau']:.2f} at step {tau['step']:,}"] if tau else []
+        return ", ".join(filter(None, [*found, *further]))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._budget is None:
@@ -158,20 +162,13 @@ class TrainingProgress(TrainerCallback):
             self._stage.start(self._budget.minutes, self._budget.spent / 60)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._budget is None:
-            self._stage.advance(state.global_step, self._figures)
-        else:
-            note = ", ".join(filter(None, [f"step {state.global_step:,}", self._figures]))
-            self._stage.advance(self._budget.spent / 60, note)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "loss" in logs:
-            self._figures = figures_in_words(logs)
+        done = state.global_step if self._budget is None else self._budget.spent / 60
+        self._stage.advance(done, self._note(state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._stage.advanced and self._stage.total is not None and self._stage.done < self._stage.total:
             why = "ended early" if self._budget is None else "the rest is for the last evaluation and saving"
-            self._stage.advance(self._stage.done, ", ".join(filter(None, [self._stage.note, why])))
+            self._stage.advance(self._stage.done, self._note(state, why))
 
 
 _TRAINING = {"loss": "loss {:.3f}", "accuracy_1": "first depth right {:.0%}", "tokens_per_second": "{:,.0f} tokens/s"}

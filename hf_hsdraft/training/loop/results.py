@@ -79,8 +79,8 @@ def _tau(trainer: DrafterTrainer) -> float | None:
 def untrained(history: Sequence[Mapping[str, Any]], steps: int) -> bool:
     """Whether the last evaluation says that drafts are still noise.
 
-    A drafter that knows nothing but frequent pairs of tokens is right about fewer than a fifth of first tokens. In its
-    first 200 steps a drafter learns frequent tokens, which alone may give it up to two fifths in short answers.
+    Frequent pairs of tokens alone are right about fewer than a fifth of first tokens, or in the first 200 steps and in
+    short answers about two fifths.
     """
     found = [entry["eval_accuracy_1"] for entry in history if "eval_accuracy_1" in entry]
     return bool(found) and found[-1] < (0.4 if steps < 200 else 0.2)
@@ -119,10 +119,7 @@ def saved(plan: TrainingPlan, family: TrainableFamily) -> Any:
 
 
 def publish(plan: TrainingPlan, repo_id: str, token: str | None) -> None:
-    """Uploads the drafter (or adapter), card, figures and pictures of a finished run, but no data and checkpoints.
-
-    A named adapter is uploaded into a folder of its name, beside those that are there.
-    """
+    """Uploads the drafter (or adapter), card, figures and pictures of a finished run, but no data and checkpoints."""
     folder = plan.results
     commit: dict[str, Any] = {"token": token, "commit_message": "Drafter trained by hsdraft"}
     if plan.lora is not None:

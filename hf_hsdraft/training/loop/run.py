@@ -66,7 +66,7 @@ from .start import (
 from .trainer import DrafterTrainer
 
 _CANDIDATES, _LARGE_VOCABULARY = 16, 4096  # by default so many are compared, where so many can be drafted
-_FEWEST = 3  # chats at least, with which training begins when the time for answers is over
+_FEWEST = 3  # more chats than these: then training begins when the time for answers is over
 BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out ones and the draft vocabulary
 
 
@@ -81,9 +81,9 @@ def train(
 ) -> Any:
     """Makes prompts and answers, trains a drafter on them, and returns the best one by tau, as it was saved.
 
-    A killed run resumes: prompts, answers and features are kept, and the trainer resumes from its last checkpoint. Each
-    of several processes (`accelerate launch`) answers its share and has the whole drafter; FSDP and ZeRO shard the
-    target only, see `load_target`.
+    A killed run resumes: prompts, answers and features are kept, and so is the trainer's last checkpoint. Each of
+    several processes (`accelerate launch`) answers its share and has the whole drafter; FSDP and ZeRO shard the target
+    only, see `load_target`.
 
     Args:
         plan: what to learn from and what to make.
@@ -169,17 +169,13 @@ class _Run:
         plan, args = self.plan, self.args
         start = drafter_to_start_from(self.family, self.target, self.tokenizer, plan)
         config = start.config if start else self.family.config_for(self.target, plan.drafter)
-        if args.candidates is None and not self._may_compare_few(config):
-            args.candidates = 0
+        if args.candidates is None:  # the default is to compare few where a gain was measured
+            measured = self.target.device.type == "cpu" and args.data_policy == "teacher" and plan.lora is None
+            args.candidates = None if measured and self.family.by_columns(config) else 0
         check_learning(self.family, config, self.target, args)
         args.weights_of_depths(config.num_draft_steps)
         args.check_metric(config.num_draft_steps, generates=plan.eval_prompts > 0)
         return start
-
-    def _may_compare_few(self, config: Any) -> bool:
-        """Whether the loss may compare candidates by default: where a gain was measured."""
-        measured = self.target.device.type == "cpu" and self.args.data_policy == "teacher" and self.plan.lora is None
-        return measured and self.family.by_columns(config)
 
     def sources(self) -> tuple[list[Conversation], list[Prompt]]:
         """`read_sources`; a ValueError if there are too few, or the tokenizer's template cannot render them."""
@@ -215,10 +211,14 @@ class _Run:
         def done() -> float:
             return min(budget.spent / 60 if timed else len(chats) - given, total)
 
+        enough = BEFORE_LEARNING if plan.stream else math.inf
+        fewest = plan.eval_conversations if plan.stream else _FEWEST
         with self.report.stage("answering", unit, total, done()) as stage:
-            while (
-                not self._is_enough(len(chats), budget.answer_seconds()) and (group := next(groups, None)) is not None
-            ):
+            while len(chats) < enough:
+                left = budget.answer_seconds()
+                late = left is not None and left <= 0.0
+                if (late and len(chats) > fewest) or (group := next(groups, None)) is None:
+                    break
                 chats += group
                 stage.advance(done(), f"{len(chats):,} chats" if timed else None)
         self.learn_from(chats, start, features, groups if plan.stream else None, budget)
@@ -232,13 +232,6 @@ class _Run:
         share = 0.0 if last_checkpoint(out) else share  # nothing more is answered before training goes on
         return TimeBudget(args.max_minutes, out, share, self.began)
 
-    def _is_enough(self, chats: int, seconds: float | None) -> bool:
-        """Whether training begins with so many chats: where no seconds are left for answers, or a stream can go on."""
-        late = seconds is not None and seconds <= 0.0
-        if self.plan.stream:
-            return chats >= BEFORE_LEARNING or (late and chats > self.plan.eval_conversations)
-        return late and chats > _FEWEST
-
     def learn_from(
         self,
         conversations: Sequence[Conversation],
@@ -249,12 +242,15 @@ class _Run:
     ) -> None:
         """Trains a drafter, `start` or a fresh one, and saves the best.
 
-        Args:
-            features: those on disk; `None` to compute them in every step.
-            groups: yields further conversations; `None` for no stream.
+        The first conversations choose the draft vocabulary, and some of these are held out. `groups` yields further
+        ones; `None` for no stream. Without `features` on disk every step computes them.
         """
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
-        first, held_out = self._divided(len(conversations), groups is not None, budget)
+        first, held_out = len(conversations), plan.eval_conversations
+        if groups is not None:  # what a resumed stream has answered since changes neither
+            first = min(BEFORE_LEARNING if budget.first is None else budget.first, first)
+        elif args.max_minutes is not None:  # a slow machine has few
+            held_out = min(held_out, first // 2)
         pairs = self._tokenized(in_order(conversations[:first], args.seed), held_out)
         further = conversations[first:]
         begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
@@ -297,13 +293,6 @@ class _Run:
         _learn(trainer, last, report)
         self._keep(trainer, amount, begin)
 
-    def _divided(self, count: int, grows: bool, budget: TimeBudget) -> tuple[int, int]:
-        """Returns how many conversations choose the draft vocabulary, and how many of these are held out."""
-        if grows:  # what a resumed stream has answered since changes neither
-            count = min(BEFORE_LEARNING if budget.first is None else budget.first, count)
-        most, slow = self.plan.eval_conversations, self.args.max_minutes is not None and not self.plan.stream
-        return count, min(most, count // 2) if slow else most  # a slow machine has few
-
     def _model(
         self, drafter: Any, start: Any, taps: Sequence[int], sample: Sequence[TokenizedConversation]
     ) -> torch.nn.Module:
@@ -343,8 +332,8 @@ class _Run:
 
     def _answered(self, conversations: Sequence[Conversation], amount: Counter[str]) -> list[TokenizedConversation]:
         """Returns the tokens of a stream's conversations, which join the amount."""
-        tokenized = [tokenize_conversation(self.tokenizer, chat, self.plan.max_length) for chat in conversations]
-        tokenized = [chat for chat in tokenized if bool(chat.answer_mask[2:].any())]
+        every = [tokenize_conversation(self.tokenizer, chat, self.plan.max_length) for chat in conversations]
+        tokenized = [chat for chat in every if bool(chat.answer_mask[2:].any())]
         amount += _amount(tokenized)
         self.report(_in_words(amount))
         return tokenized

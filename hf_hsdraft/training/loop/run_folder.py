@@ -100,10 +100,9 @@ def finish(out: Path, steps: int, limits: dict[str, float], untrained: bool = Fa
 
 def _ended(out: Path) -> dict[str, Any]:
     """What `finish` recorded; empty for nothing, and for a damaged record: the drafter is saved once more then."""
-    try:
+    with contextlib.suppress(ValueError):
         return read_kept(out / _FINISHED, "")
-    except ValueError:
-        return {}
+    return {}
 
 
 def ended_untrained(out: Path) -> dict[str, Any]:
@@ -129,10 +128,9 @@ def last_checkpoint(out: Path) -> Path | None:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Returns the trainer's state of a checkpoint; empty if it is missing or incomplete."""
-    try:
-        state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    state: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     return state
 
 
@@ -165,17 +163,11 @@ def vocabulary_of(out: Path) -> list[int] | int | None:
 
 def limits_of(args: DrafterTrainingArguments) -> dict[str, float]:
     """The limits that end training, by name. With a wider limit a finished run continues."""
-    if args.max_minutes is not None:
-        limits = {"max_minutes": args.max_minutes}
-    elif args.max_training_minutes is not None:
-        limits = {"max_training_minutes": args.max_training_minutes}
-    elif args.max_steps > 0:
-        limits = {"max_steps": float(args.max_steps)}
-    else:
-        limits = {"num_train_epochs": args.num_train_epochs}
-    if args.early_stopping_patience is not None:
-        limits["early_stopping_patience"] = float(args.early_stopping_patience)
-    return limits
+    given = {"max_minutes": args.max_minutes, "max_training_minutes": args.max_training_minutes}
+    given |= {"max_steps": args.max_steps if args.max_steps > 0 else None, "num_train_epochs": args.num_train_epochs}
+    limits = dict([next(each for each in given.items() if each[1] is not None)])
+    limits["early_stopping_patience"] = args.early_stopping_patience
+    return {name: float(value) for name, value in limits.items() if value is not None}
 
 
 def had_ended(last: Path, args: DrafterTrainingArguments, minutes: float | None) -> bool:

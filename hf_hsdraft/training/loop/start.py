@@ -134,11 +134,8 @@ def check_device(target: Any) -> None:
 def _check_drafting(target: Any, family: TrainableFamily, input_ids: torch.Tensor) -> None:
     """Tries the smallest drafter; raises a ValueError unless the target decodes with it."""
     drafter = family.fresh(target, family.least, 1, lambda: [0]).to(target.device, target.dtype)
-    kwargs = {"attention_mask": torch.ones_like(input_ids), "do_sample": False, "max_new_tokens": 4}
-    kwargs |= {"input_ids": input_ids, "eos_token_id": None}
-    target.generate(
-        **{k: v.to(target.device) if torch.is_tensor(v) else v for k, v in kwargs.items()}, assistant_model=drafter
-    )
+    ids, how = input_ids.to(target.device), {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
+    target.generate(ids, attention_mask=torch.ones_like(ids), **how, assistant_model=drafter)
 
 
 @torch.no_grad()
@@ -225,9 +222,8 @@ def draft_vocabulary(
 def with_lora(drafter: Any, rank: int, name: str | None = None) -> Any:
     """Returns a PEFT model that trains low-rank updates of all linear layers of a drafter, and nothing else.
 
-    The updates are scaled by 2 (`lora_alpha = 2 * rank`). The model's `save_pretrained` writes an adapter, which
-    `drafter.load_adapter(folder)` puts on the base drafter. The option `adapter_name` chooses one of several in a call.
-    `name` is the adapter's, "default" by default.
+    The updates are scaled by 2 (`lora_alpha = 2 * rank`). The model's `save_pretrained` writes an adapter of this
+    `name` ("default"), which `drafter.load_adapter(folder)` puts on the base drafter.
 
     Raises:
         ImportError: peft is missing.

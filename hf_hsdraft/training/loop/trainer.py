@@ -54,28 +54,17 @@ class Calibration:
     @classmethod
     def of(cls, parts: Iterable[LossParts], steps: int) -> Calibration:
         """Collects the measured predictions of several batches, for `steps` depths."""
-        count, confidence, right = (torch.zeros(steps * _BINS) for _ in range(3))
+        tables = torch.zeros(3, steps * _BINS)
         for part in parts:
-            cell = part.depth.cpu() * _BINS + (part.confidence.cpu() * _BINS).long().clamp(max=_BINS - 1)
-            count += torch.bincount(cell, minlength=len(count))
-            confidence.index_add_(0, cell, part.confidence.cpu().float())
-            right.index_add_(0, cell, part.right.cpu().float())
-        filled = count.clamp(min=1)
-
-        def table(values: torch.Tensor) -> list[list[float]]:
-            return values.view(steps, _BINS).tolist()
-
-        counts = [[int(value) for value in row] for row in table(count)]
-        return cls(counts, table(confidence / filled), table(right / filled))
+            sure, right = part.confidence.cpu().float(), part.right.cpu().float()
+            cell = part.depth.cpu() * _BINS + (sure * _BINS).long().clamp(max=_BINS - 1)
+            tables.index_add_(1, cell, torch.stack([torch.ones_like(sure), sure, right]))
+        count, *sums = tables.view(3, steps, _BINS)
+        return cls(count.int().tolist(), *((each / count.clamp(min=1)).tolist() for each in sums))
 
 
 class TrainingDiverged(RuntimeError):
     """The loss became infinite or not a number. Earlier checkpoints are good."""
-
-
-def collate(conversations: Sequence[Features | TokenizedConversation]) -> dict[str, Any]:
-    """Returns the conversations of a step as they are: they are packed where the target can make features."""
-    return {"conversations": list(conversations)}
 
 
 class DrafterTrainer(Trainer):
@@ -126,7 +115,9 @@ class DrafterTrainer(Trainer):
             _recompute_layers(drafter)
             args.activation_checkpointing = False  # the Trainer's works only for layers called as modules
         with _without_frozen_config(drafter):
-            super().__init__(model=model, args=args, data_collator=collate, **kwargs)
+            # Conversations are packed where the target can make features.
+            collator = lambda conversations: {"conversations": list(conversations)}  # noqa: E731
+            super().__init__(model=model, args=args, data_collator=collator, **kwargs)
         if self.budget.limited:
             self.add_callback(self.budget)
         if report is not None:
@@ -147,7 +138,8 @@ class DrafterTrainer(Trainer):
         if not self.budget.limited:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is None:
-            self.lr_scheduler = self.budget.schedule(self.optimizer if optimizer is None else optimizer)
+            own = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda _: self.budget.scale())
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -196,7 +188,7 @@ class DrafterTrainer(Trainer):
         return Pack.of(features, pad_to_multiple_of=128).to(self.args.device, self.teacher_head.dtype)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds tokens/s and the accuracy per depth of the latest step to every training log line."""
+        """Adds tokens/s and the accuracy by depth of the latest step to each line about training."""
         if self._recent is not None and "loss" in logs:
             logs |= {f"accuracy_{depth + 1}": round(a, 3) for depth, a in enumerate(self._recent.accuracy.tolist())}
             if float(self._recent.regression):
