@@ -42,22 +42,15 @@ load_families()
 
 @dataclass(frozen=True)
 class CachedDrafter:
-    """A drafter in the Hub's cache: one commit of one repository, and the branches and tags that point to it.
-
-    Attributes:
-        target: Name of the target it was made for.
-        format: A version of our format, or the name of another project's.
-        bytes: Size of its weights, 0 if they are not fetched yet.
-        problem: Why it cannot be loaded; empty if nothing is known.
-    """
+    """A drafter in the Hub's cache: one commit of one repository, and the branches and tags that point to it."""
 
     name: str
     commit: str
     refs: tuple[str, ...]
-    target: str
-    format: str
-    bytes: int
-    problem: str
+    target: str  # Name of the target it was made for
+    format: str  # A version of our format, or the name of another project's
+    bytes: int  # Size of its weights, 0 if they are not fetched yet
+    problem: str  # Why it cannot be loaded; empty if nothing is known
 
 
 def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:

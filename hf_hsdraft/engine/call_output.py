@@ -44,11 +44,7 @@ class HSDraftEncoderDecoderOutput(GenerateEncoderDecoderOutput):
 
 
 def as_output(
-    texts: DecodedTexts,
-    runtime: TargetRuntime,
-    statistics: DraftStatistics,
-    config: Any,
-    model_kwargs: dict[str, Any],
+    texts: DecodedTexts, runtime: TargetRuntime, statistics: DraftStatistics, config: Any, model_kwargs: dict[str, Any]
 ) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput:
     def steps(name: str, wanted: bool) -> Any:
         return _by_step(texts, name) if wanted else None

@@ -36,13 +36,7 @@ from ..runtime.target_limits import (
 )
 from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..verify.verdict import Verifier
-from .call_output import (
-    HSDraftEncoderDecoderOutput,
-    HSDraftGenerateOutput,
-    as_output,
-    named_target,
-    prompt_outputs,
-)
+from .call_output import HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output, named_target, prompt_outputs
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits, TextPositions, refuse
 from .drafting import Drafting, history_for

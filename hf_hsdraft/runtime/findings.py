@@ -106,23 +106,15 @@ def _apart(runtime: TargetRuntime) -> Iterator[TargetRuntime]:
 
 @dataclass(frozen=True)
 class _Truth:
-    """Tokens that a target has read one at a time.
+    """Tokens that a target has read one at a time."""
 
-    Attributes:
-        ids: `[B, length + steps - 1]`, the texts with the tokens, of which the first ends the text.
-        tokens: `[B][steps]`.
-        logits: `[B, steps, V]`.
-        wrong: of each row, other tokens that are likely after the first.
-        tolerance: distance of logits that rounding explains.
-        spared: one in so many distances may be larger. In half precision a near tie of an expert router may change a
-            position; long chains of unlikely text are noisy in full precision too.
-    """
-
-    ids: torch.Tensor
-    tokens: list[list[int]]
-    logits: torch.Tensor
-    wrong: list[list[int]]
-    tolerance: float
+    ids: torch.Tensor  # `[B, length + steps - 1]`, the texts with the tokens, of which the first ends the text
+    tokens: list[list[int]]  # `[B][steps]`
+    logits: torch.Tensor  # `[B, steps, V]`
+    wrong: list[list[int]]  # of each row, other tokens that are likely after the first
+    tolerance: float  # distance of logits that rounding explains
+    # One in so many distances may be larger. In half precision a near tie of an expert router may change a position;
+    # long chains of unlikely text are noisy in full precision too.
     spared: int
 
     def explains(self, distances: torch.Tensor) -> bool:
@@ -223,46 +215,27 @@ _ROUNDED = "its products round what they are given, so its text depends on how m
 
 @dataclass(frozen=True)
 class Finding:
-    """What a target does with drafts.
+    """What a target does with drafts."""
 
-    Attributes:
-        trees: whether it reads them correctly.
-        chains: the same. Not tried where trees are read.
-        reason: why it reads no trees, or no drafts at all.
-        tokens: number of tokens of the forwards that it was found with.
-        depth: of the drafts.
-        length: of the text.
-        misread: whether it reads less than model and cache promise.
-        times: number of calls that have found it misread.
-        until: length of text up to which this holds.
-    """
-
-    trees: bool
-    chains: bool
-    reason: str = ""
-    tokens: int = 0
-    depth: int = sys.maxsize
-    length: int = 0
-    misread: bool = False
-    times: int = 1
-    until: int = sys.maxsize
+    trees: bool  # whether it reads them correctly
+    chains: bool  # the same. Not tried where trees are read.
+    reason: str = ""  # why it reads no trees, or no drafts at all
+    tokens: int = 0  # number of tokens of the forwards that it was found with
+    depth: int = sys.maxsize  # of the drafts
+    length: int = 0  # of the text
+    misread: bool = False  # whether it reads less than model and cache promise
+    times: int = 1  # number of calls that have found it misread
+    until: int = sys.maxsize  # length of text up to which this holds
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a call's drafts.
+    """Size of a call's drafts."""
 
-    Attributes:
-        columns: of a tree of each row, root included.
-        tokens: of a forward over all rows.
-        depth: of a tree.
-        chain: depth of a chain.
-    """
-
-    columns: int
-    tokens: int
-    depth: int
-    chain: int
+    columns: int  # of a tree of each row, root included
+    tokens: int  # of a forward over all rows
+    depth: int  # of a tree
+    chain: int  # depth of a chain
 
 
 def find_out(

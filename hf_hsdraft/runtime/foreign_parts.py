@@ -59,8 +59,7 @@ def harmless(function: _Function) -> _Function:
         function: a function, a method, a `functools.partial` or a callable object. For a method, the declaration is for
             all objects of its class.
 
-    Raises:
-        TypeError: it cannot be remembered, as it has no weak references; wrap it in a function.
+    Raises a TypeError: it cannot be remembered, as it has no weak references; wrap it in a function.
     """
     code = getattr(function, "__func__", function)
     try:

@@ -33,22 +33,17 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclass
 class Experience:
-    """What calls have found out about a target; kept for as long as it lives.
+    """What calls have found out about a target; kept for as long as it lives."""
 
-    Attributes:
-        findings: what it does with drafts, by kind of call; see `find_out`.
-        steady: its forms, by `fingerprint`, in which modules of the user's have changed nothing in a call.
-        untried: tokens that calls might have emitted which were too short to win back its trial.
-        cacheless: whether it has returned no cache. As it may keep states in its modules, later calls are refused
-            before the prompt.
-        capturing: the drafted calls that run, and what was installed before them.
-    """
-
+    # What it does with drafts, by kind of call; see `find_out`
     findings: dict[Any, list[Any]] = field(default_factory=dict)
+    # Its forms, by `fingerprint`, in which modules of the user's have changed nothing in a call
     steady: set[int] = field(default_factory=set)
-    untried: int = 0
+    untried: int = 0  # tokens that calls might have emitted which were too short to win back its trial
+    # Whether it has returned no cache. As it may keep states in its modules, later calls are refused before the
+    # prompt.
     cacheless: bool = False
-    capturing: _Calls | None = None
+    capturing: _Calls | None = None  # the drafted calls that run, and what was installed before them
 
 
 _experiences: weakref.WeakKeyDictionary[Any, Experience] = weakref.WeakKeyDictionary()

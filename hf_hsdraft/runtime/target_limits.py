@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    EncoderDecoderCache,
-    StaticCache,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation.utils import GenerationMixin
 
 from ..core.refusals import DraftingRefused
@@ -40,15 +34,10 @@ _NO_LENGTH_NAME = re.compile(r"expert|moe|layer|group|pattern|vision|image|audio
 
 @dataclass(frozen=True)
 class Limit:
-    """A position up to which a target reads every token alike.
+    """A position up to which a target reads every token alike."""
 
-    Attributes:
-        last: the last such position.
-        ever: whether all drafts beyond it are misread; otherwise only drafts that cross it are.
-    """
-
-    last: int
-    ever: bool
+    last: int  # the last such position
+    ever: bool  # whether all drafts beyond it are misread; otherwise only drafts that cross it are
     reason: str
 
 

@@ -45,14 +45,10 @@ from .tree_reading import (
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """One target forward over B sequences.
+    """One target forward over B sequences."""
 
-    Attributes:
-        logits: `[B, rows, V]`, of the prompt's last position, or of each node of a tree.
-        taps: `[B, rows, taps * D]`, the tapped hidden states, concatenated; for a prompt, of the positions it read.
-    """
-
-    logits: torch.Tensor
+    logits: torch.Tensor  # `[B, rows, V]`, of the prompt's last position, or of each node of a tree
+    # `[B, rows, taps * D]`, the tapped hidden states, concatenated; for a prompt, of the positions it read
     taps: torch.Tensor
 
     def last(self, columns: int) -> TargetOutput:

@@ -77,12 +77,7 @@ def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKin
 
 
 def tree_mask(
-    batch: TreeBatch,
-    kind: AttentionKind,
-    attended: torch.Tensor | None,
-    kept: torch.Tensor,
-    slots: int,
-    kv_length: int,
+    batch: TreeBatch, kind: AttentionKind, attended: torch.Tensor | None, kept: torch.Tensor, slots: int, kv_length: int
 ) -> torch.Tensor:
     """Returns `[B, N, kv_length]`, bool, True where a node may see a slot of the cache or a node of its own tree.
 
@@ -127,22 +122,14 @@ def as_attention_takes_it(mask: torch.Tensor, attention: str, dtype: torch.dtype
 
 @dataclass(frozen=True)
 class TextRows:
-    """The texts of the rows that are read.
+    """The texts of the rows that are read."""
 
-    Attributes:
-        kept: number of text slots of each row. Slots behind are left over from longer rows.
-        prompt_slots: number of slots of the prompts.
-        attended: `[B or 1, prompt_slots]`, bool, False for padding; `None` if there is none.
-        last_positions: `[..., B or 1]`, position ids of the prompts' ends, on several axes for some targets; `None`
-            without position ids.
-        gapless: these rows without the slots that `with_gaps` has left over; `None` if it has not.
-    """
-
-    kept: list[int]
-    prompt_slots: int
-    attended: torch.Tensor | None
+    kept: list[int]  # number of text slots of each row. Slots behind are left over from longer rows.
+    prompt_slots: int  # number of slots of the prompts
+    attended: torch.Tensor | None  # `[B or 1, prompt_slots]`, bool, False for padding; `None` if there is none
+    # `[..., B or 1]`, position ids of the prompts' ends, on several axes for some targets; `None` without position ids
     last_positions: torch.Tensor | None
-    gapless: TextRows | None = None
+    gapless: TextRows | None = None  # these rows without the slots that `with_gaps` has left over; `None` if it has not
 
     @classmethod
     def of_slots(cls, kept: list[int], device: torch.device) -> TextRows:

@@ -17,8 +17,7 @@ from ..core.checks import short
 def write_complete(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a temporary file beside `path`, then renames it. After an error there is no new file.
 
-    Raises:
-        OSError: the file cannot be written. If the disk is full, the message says so, and what to do.
+    Raises an OSError: the file cannot be written. If the disk is full, the message says so, and what to do.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")  # hidden, because a killed process leaves it
     try:
@@ -60,8 +59,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def read_kept(path: Path, remedy: str) -> dict[str, Any]:
     """Returns the JSON object that an earlier run kept; empty if there is no such file.
 
-    Raises:
-        ValueError: the file is damaged. The message names it and the remedy.
+    Raises a ValueError: the file is damaged. The message names it and the remedy.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -48,19 +48,13 @@ def rules_learned_in(folder: Path) -> list[Verifier]:
 
 @dataclass(frozen=True)
 class CommonOption:
-    """A drafting option that all drafters have.
+    """A drafting option that all drafters have."""
 
-    Attributes:
-        default: None for sizes, which each family has its own of, and for what is measured.
-        limit: its values; None where the drafter, or the methods at hand, decide.
-        is_free: whether a value may come from a drafter's files. Others need the user's consent: they are set in code.
-        why_not: what other values do.
-    """
-
-    default: Any = None
-    limit: Limit | None = None
+    default: Any = None  # None for sizes, which each family has its own of, and for what is measured
+    limit: Limit | None = None  # its values; None where the drafter, or the methods at hand, decide
+    # Whether a value may come from a drafter's files. Others need the user's consent: they are set in code.
     is_free: Callable[[Any], bool] = lambda value: True
-    why_not: Callable[[Any], str] = lambda value: ""
+    why_not: Callable[[Any], str] = lambda value: ""  # what other values do
 
 
 def _keeps_seeds(value: Any) -> bool:

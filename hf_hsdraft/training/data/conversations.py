@@ -41,26 +41,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A finished chat, answered by the target.
+    """A finished chat, answered by the target."""
 
-    Attributes:
-        messages: messages as they were given, for the chat template.
-        template: further arguments of the chat template, such as `tools`.
-        place: file and line, for errors; empty for none.
-        category: the label in the source file.
-    """
-
-    messages: tuple[Message, ...]
-    template: Mapping[str, Any] = field(default_factory=dict)
-    place: str = field(default="", compare=False)
-    category: str = field(default="", compare=False)
+    messages: tuple[Message, ...]  # messages as they were given, for the chat template
+    template: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the chat template, such as `tools`
+    place: str = field(default="", compare=False)  # file and line, for errors; empty for none
+    category: str = field(default="", compare=False)  # the label in the source file
 
     @classmethod
     def of(cls, messages: Any, template: Mapping[str, Any] | None = None) -> Conversation:
         """Takes a list of messages, unchanged.
 
-        Raises:
-            ValueError: a message has no `role` or nothing else, or none is the assistant's.
+        Raises a ValueError: a message has no `role` or nothing else, or none is the assistant's.
         """
         if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
             raise ValueError("each message needs `role` and `content`, a text, or another field of the chat template")
@@ -105,8 +97,7 @@ class Conversation:
     def rendered(self, tokenizer: Any, until: int | None = None, **options: Any) -> str:
         """Returns the first `until` messages in the tokenizer's chat template.
 
-        Raises:
-            ValueError: the template cannot render them.
+        Raises a ValueError: the template cannot render them.
         """
         return _rendered(tokenizer, self.messages[:until], {**self.template, **options})
 
@@ -165,8 +156,7 @@ def read_jsonl(
         on_bad_line: called with a message about each line that cannot be used; `None` raises an error instead.
         check: raises a ValueError for a conversation that cannot be used.
 
-    Raises:
-        ValueError: a line cannot be used. The message names file and line.
+    Raises a ValueError: a line cannot be used. The message names file and line.
     """
     found = list(read_rows(path, on_bad_line, check))
     chats = [
@@ -252,8 +242,7 @@ def prompts_from_dataset(
         column: column that holds a prompt (text), a list of user turns, or chat messages (`role`/`content` or
             `from`/`value`); `None` for the first column with a usual name.
 
-    Raises:
-        ValueError: there is no such column, or it holds no prompt.
+    Raises a ValueError: there is no such column, or it holds no prompt.
     """
     from datasets import load_dataset, load_from_disk
 
@@ -320,8 +309,7 @@ def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length
 
     Messages without a text are read and not learned.
 
-    Raises:
-        ValueError: see `render`; the message names file and line.
+    Raises a ValueError: see `render`; the message names file and line.
     """
     try:
         text, spans = render(tokenizer, conversation)
@@ -342,9 +330,8 @@ def render(tokenizer: Any, conversation: Conversation) -> tuple[str, list[tuple[
     Prefixes of the conversation are rendered for that. Templates may write earlier turns differently once others
     follow, as those that drop earlier reasoning do: such turns are read, and what was written last is learned.
 
-    Raises:
-        ValueError: the template raises an error, leaves something out, or writes every answer differently from how the
-            assistant began or ended it.
+    Raises a ValueError: the template raises an error, leaves something out, or writes every answer differently from how
+    the assistant began or ended it.
     """
     messages, text, spans, changed = conversation.messages, conversation.rendered(tokenizer), [], False
     _check_said(tokenizer, conversation, text)

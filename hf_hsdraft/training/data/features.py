@@ -37,21 +37,15 @@ _FIELDS = ("input_ids", "answer_mask", "taps", "final")  # of `Features`, in a s
 
 @dataclass(frozen=True)
 class Features:
-    """One conversation as the trainer reads it.
+    """One conversation as the trainer reads it."""
 
-    Attributes:
-        input_ids: `[length]`, int64.
-        answer_mask: `[length]`, bool, True where the assistant wrote the token.
-        taps: `[length, num_taps * hidden]`, bfloat16, the tapped hidden states side by side.
-        final: `[length, hidden]`, bfloat16, hidden states after the target's last norm, the input of its head.
-        likely: `[length, n]`, int32, columns of the draft vocabulary that hold the target's most probable tokens after
-            each position, see `candidates.likely_columns`; `None` where they are not kept.
-    """
-
-    input_ids: torch.Tensor
-    answer_mask: torch.Tensor
-    taps: torch.Tensor
+    input_ids: torch.Tensor  # `[length]`, int64
+    answer_mask: torch.Tensor  # `[length]`, bool, True where the assistant wrote the token
+    taps: torch.Tensor  # `[length, num_taps * hidden]`, bfloat16, the tapped hidden states side by side
+    # `[length, hidden]`, bfloat16, hidden states after the target's last norm, the input of its head
     final: torch.Tensor
+    # `[length, n]`, int32, columns of the draft vocabulary that hold the target's most probable tokens after each
+    # position, see `candidates.likely_columns`; `None` where they are not kept
     likely: torch.Tensor | None = None
 
 

@@ -85,9 +85,8 @@ def read_sources(
 ) -> tuple[list[Conversation], list[Prompt]]:
     """Reads finished conversations and prompts from the files and the data set of a plan. `seed` orders the prompts.
 
-    Raises:
-        ValueError: a file, or one that the plan excludes, holds neither; the tokenizer's template cannot render a
-            conversation; or see `read_jsonl` and `prompts_from_dataset`.
+    Raises a ValueError: a file, or one that the plan excludes, holds neither; the tokenizer's template cannot render a
+    conversation; or see `read_jsonl` and `prompts_from_dataset`.
     """
     finished, prompts = read_files(plan, on_bad_line, functools.partial(render, tokenizer))
     if plan.dataset is not None:

@@ -139,16 +139,12 @@ def decoding(temperature: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reply:
-    """The target's next message in a chat.
-
-    Attributes:
-        new_tokens: number of its tokens; the end is not counted if it is the padding token.
-        read: the tokens `[n]` that the target read for it, chat and message, and their tapped hidden states
-            `[n, taps * D]`; `None` where they were not recorded.
-    """
+    """The target's next message in a chat."""
 
     text: str
-    new_tokens: int
+    new_tokens: int  # number of its tokens; the end is not counted if it is the padding token
+    # The tokens `[n]` that the target read for it, chat and message, and their tapped hidden states `[n, taps * D]`;
+    # `None` where they were not recorded
     read: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -223,18 +219,13 @@ OnSkip = Callable[[Prompt, str], object]  # gets a prompt that is left out, and 
 
 @dataclass(frozen=True)
 class Answered:
-    """A conversation that the target finished.
-
-    Attributes:
-        new_tokens: number of tokens of all answers.
-        read: see `Reply.read`, of the last answer.
-    """
+    """A conversation that the target finished."""
 
     prompt: Prompt
     temperature: float
     messages: list[Message]
-    new_tokens: int
-    read: tuple[torch.Tensor, torch.Tensor] | None = None
+    new_tokens: int  # number of tokens of all answers
+    read: tuple[torch.Tensor, torch.Tensor] | None = None  # see `Reply.read`, of the last answer
 
 
 def temperature_of(prompt: Prompt, temperatures: Sequence[float], seed: int) -> float:

@@ -29,33 +29,20 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of prompts.
+    """A kind of prompts."""
 
-    Attributes:
-        name: stored with each chat of the kind.
-        templates: prompts and openings, drawn evenly.
-        documents: requests by which the target writes `{document}`, drawn evenly; empty for no document.
-        document_tokens: greatest number of tokens of a document.
-        parts: number of documents put one after the other, each from another request.
-        follow_ups: later user messages; empty for a single turn.
-        turns: greatest number of follow-ups of a chat, drawn evenly from 1 on.
-        continued: greatest number of tokens that the target adds to an opening.
-        temperature: temperature of continuations.
-        document_temperature: temperature of documents. Small targets lose the thread at higher ones.
-        share: share of the prompts, relative to the other kinds'.
-    """
-
-    name: str
-    templates: tuple[str, ...]
+    name: str  # stored with each chat of the kind
+    templates: tuple[str, ...]  # prompts and openings, drawn evenly
+    # Requests by which the target writes `{document}`, drawn evenly; empty for no document
     documents: tuple[str, ...] = ()
-    document_tokens: int = 256
-    parts: int = 1
-    follow_ups: tuple[str, ...] = ()
-    turns: int = 2
-    continued: int = 96
-    temperature: float = 0.9
-    document_temperature: float = 0.7
-    share: float = 1.0
+    document_tokens: int = 256  # greatest number of tokens of a document
+    parts: int = 1  # number of documents put one after the other, each from another request
+    follow_ups: tuple[str, ...] = ()  # later user messages; empty for a single turn
+    turns: int = 2  # greatest number of follow-ups of a chat, drawn evenly from 1 on
+    continued: int = 96  # greatest number of tokens that the target adds to an opening
+    temperature: float = 0.9  # temperature of continuations
+    document_temperature: float = 0.7  # temperature of documents. Small targets lose the thread at higher ones.
+    share: float = 1.0  # share of the prompts, relative to the other kinds'
 
 
 def _table(name: str) -> Any:
@@ -73,17 +60,11 @@ KINDS: tuple[Kind, ...] = tuple(map(_kind, _table("kinds.json")))
 
 @dataclass(frozen=True)
 class Sketch:
-    """A prompt before the target has written its part.
+    """A prompt before the target has written its part."""
 
-    Attributes:
-        text: the first turn, with `{document}` still in it.
-        asks: requests to the target, one for each part of the document.
-        goes_on: whether the target continues the text.
-    """
-
-    text: str
-    asks: tuple[str, ...]
-    goes_on: bool
+    text: str  # the first turn, with `{document}` still in it
+    asks: tuple[str, ...]  # requests to the target, one for each part of the document
+    goes_on: bool  # whether the target continues the text
     follow_ups: tuple[str, ...]
 
 

@@ -91,14 +91,10 @@ _FAMILY: Any = Literal[("hidden-state", "block", "eagle3", *offered("family"))]
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a run learns from and what it makes. `LearningOptions` say how it learns.
-
-    Attributes:
-        out: folder of the run: prompts, answers, features, checkpoints and, at its top, the best drafter.
-        drafter: fields of the drafter's configuration that differ from what its family derives from the target.
-    """
+    """What a run learns from and what it makes. `LearningOptions` say how it learns."""
 
     panel: ClassVar[str] = DATA
+    # Folder of the run: prompts, answers, features, checkpoints and, at its top, the best drafter
     out: Annotated[str, "Folder of the run; run again to resume.", RUNNING, {"metavar": "PATH"}]
     prompts: Annotated[
         list[Path], "JSONL: `turns` to answer, or `messages`; repeat.", {"names": ["--prompts"], **_FILES}
@@ -158,6 +154,7 @@ class TrainingPlan:
     publish_data: Annotated[
         str | None, "Send the chats that the target answers to this data set of the Hub: user/name.", PUBLISHING
     ] = None
+    # Fields of the drafter's configuration that differ from what its family derives from the target
     drafter: dict[str, Any] = field(default_factory=dict)
 
     @property

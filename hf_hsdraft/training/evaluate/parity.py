@@ -42,23 +42,14 @@ class ParityError(RuntimeError):
 
 @dataclass(frozen=True)
 class DepthParity:
-    """Parity at one depth, over all rounds of some calls.
+    """Parity at one depth, over all rounds of some calls."""
 
-    Attributes:
-        depth: 1 .. K.
-        predictions: number of predictions compared.
-        drafter: mean total variation between the drafter's distributions in training and in decoding, 0 to 1.
-        target: the same for the target's distributions.
-        accuracy: how often the drafter's first choice by training's logits is the next token of the text.
-        agreement: the same by decoding's logits: the acceptance of a chain that reaches this depth.
-    """
-
-    depth: int
-    predictions: int
-    drafter: float
-    target: float
-    accuracy: float
-    agreement: float
+    depth: int  # 1 .. K.
+    predictions: int  # number of predictions compared
+    drafter: float  # mean total variation between the drafter's distributions in training and in decoding, 0 to 1
+    target: float  # the same for the target's distributions
+    accuracy: float  # how often the drafter's first choice by training's logits is the next token of the text
+    agreement: float  # the same by decoding's logits: the acceptance of a chain that reaches this depth
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ def draw_pictures(
             of confidence from 0 to 1.
         folder: folder of the pictures, created if it is missing.
 
-    Raises:
-        ImportError: matplotlib is missing.
+    Raises an ImportError: matplotlib is missing.
     """
     draw: dict[str, Callable[[], Figure | None]] = {
         "learning_curves": lambda: _learning_curves(history),

@@ -42,9 +42,6 @@ class DrafterTrainingArguments(LearningOptions, TrainingArguments):
 
     `data_policy` is one of DistillSpec (section 4) or `"draft-opd"`; `cosine_weight` is of FastVLM. With a limit of
     minutes `TimeBudget` sets the learning rate: `max_steps`, `warmup_steps` and `lr_scheduler_type` have no effect.
-
-    Attributes:
-        method_options: values of options in `METHOD_OPTIONS`, such as `ctc_labels`; `training_arguments` sets them.
     """
 
     lr_scheduler_type: str = "cosine"
@@ -60,6 +57,7 @@ class DrafterTrainingArguments(LearningOptions, TrainingArguments):
     metric_for_best_model: str = "eval_tau"
     greater_is_better: bool = True
     ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
+    # Values of options in `METHOD_OPTIONS`, such as `ctc_labels`; `training_arguments` sets them
     method_options: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -23,13 +23,7 @@ from ...core.methods import load
 from ...hub.publication import Repository
 from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
-from ..data.conversations import (
-    Conversation,
-    Prompt,
-    TokenizedConversation,
-    keeps_turns,
-    tokenize_conversation,
-)
+from ..data.conversations import Conversation, Prompt, TokenizedConversation, keeps_turns, tokenize_conversation
 from ..data.features import FeatureCache, LikelyTokens, read_features
 from ..data.gather import Answering, ChatStream, StreamPlace, in_order, kinds_to_invent, read_sources, recipe_of
 from ..data.generating import can_record

@@ -22,30 +22,21 @@ _ROWS = 512  # of hidden states whose logits are computed at a time
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns to compare.
+    """Columns to compare."""
 
-    Attributes:
-        index: `[C]`, int64, columns of the draft vocabulary; the first `sure` ones weigh 1.
-        log_weight: `[C]`, float32.
-    """
-
-    index: torch.Tensor
-    log_weight: torch.Tensor
+    index: torch.Tensor  # `[C]`, int64, columns of the draft vocabulary; the first `sure` ones weigh 1
+    log_weight: torch.Tensor  # `[C]`, float32
     sure: int
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Chooses columns.
+    """Chooses columns."""
 
-    Attributes:
-        count: number of the target's most probable tokens at each position that are compared, for all predictions that
-            are compared together.
-        inclusion: `[V']`, float32, probability with which each column is drawn besides.
-    """
-
+    # Number of the target's most probable tokens at each position that are compared, for all predictions that are
+    # compared together
     count: int
-    inclusion: torch.Tensor
+    inclusion: torch.Tensor  # `[V']`, float32, probability with which each column is drawn besides
 
     @classmethod
     def of(cls, count: int, drawn: int, token_counts: torch.Tensor) -> Candidates:

@@ -20,25 +20,15 @@ from ..data.features import Features
 
 @dataclass(frozen=True)
 class Pack:
-    """Several conversations one after the other, as one training step reads them.
+    """Several conversations one after the other, as one training step reads them."""
 
-    Attributes:
-        input_ids: `[T]`, int64.
-        answer_mask: `[T]`, bool, True where the assistant wrote the token.
-        position_ids: `[T]`, int64, position of each token in its conversation.
-        document_ids: `[T]`, int64, index of each token's conversation; -1 for padding.
-        taps: `[T, taps * D]`, see `Features`.
-        final: `[T, D]`, see `Features`.
-        likely: `[T, n]`, int32, see `Features`; `None` where they are not known.
-    """
-
-    input_ids: torch.Tensor
-    answer_mask: torch.Tensor
-    position_ids: torch.Tensor
-    document_ids: torch.Tensor
-    taps: torch.Tensor
-    final: torch.Tensor
-    likely: torch.Tensor | None = None
+    input_ids: torch.Tensor  # `[T]`, int64
+    answer_mask: torch.Tensor  # `[T]`, bool, True where the assistant wrote the token
+    position_ids: torch.Tensor  # `[T]`, int64, position of each token in its conversation
+    document_ids: torch.Tensor  # `[T]`, int64, index of each token's conversation; -1 for padding
+    taps: torch.Tensor  # `[T, taps * D]`, see `Features`
+    final: torch.Tensor  # `[T, D]`, see `Features`
+    likely: torch.Tensor | None = None  # `[T, n]`, int32, see `Features`; `None` where they are not known
 
     @classmethod
     def of(cls, conversations: Sequence[Features], pad_to_multiple_of: int = 1) -> Pack:
@@ -70,18 +60,13 @@ class Pack:
 
 @dataclass(frozen=True)
 class Chains:
-    """The S chains of a pack that are followed.
+    """The S chains of a pack that are followed."""
 
-    Attributes:
-        starts: `[S]`, int64, position i of each chain in the pack.
-        num_rolled: number R of chains, the first ones, that are followed beyond the first depth. Deeper depths matter
-            less and cost as much, so only some chains are followed.
-        real: `[S]`, bool, False for chains that only pad the shape.
-    """
-
-    starts: torch.Tensor
+    starts: torch.Tensor  # `[S]`, int64, position i of each chain in the pack
+    # Number R of chains, the first ones, that are followed beyond the first depth. Deeper depths matter less and cost
+    # as much, so only some chains are followed.
     num_rolled: int
-    real: torch.Tensor
+    real: torch.Tensor  # `[S]`, bool, False for chains that only pad the shape
 
 
 class FurtherTerm(Protocol):
@@ -95,28 +80,19 @@ class FurtherTerm(Protocol):
 
 @dataclass(frozen=True)
 class ChainLabels:
-    """What the chains are given and what they are compared with. Entry `[s, d]` is for depth d of chain s.
+    """What the chains are given and what they are compared with. Entry `[s, d]` is for depth d of chain s."""
 
-    Attributes:
-        tokens: `[S, K]`, int64, the parents: the last token that the prediction knows.
-        teacher: `[U, D]`, final hidden states of the target.
-        likely: `[U, n]`, int32, its most probable columns there; `None` where they are not known.
-        rows: `[S, K]`, int64, the row of `teacher` that gives the target's distribution of the predicted token.
-        valid: `[S, K]`, bool, True where the loss counts the prediction.
-        count: `[K]`, divisor of the loss of each depth, the same in all processes of a step.
-        regression: weight of the hidden-state regression in this step.
-        measured: whether confidence and accuracy of the first choice are measured too.
-        further: a term that is added; `None` for none. With it, the loss is divided by the sum of `count`.
-    """
-
-    tokens: torch.Tensor
-    teacher: torch.Tensor
+    tokens: torch.Tensor  # `[S, K]`, int64, the parents: the last token that the prediction knows
+    teacher: torch.Tensor  # `[U, D]`, final hidden states of the target
+    # `[S, K]`, int64, the row of `teacher` that gives the target's distribution of the predicted token
     rows: torch.Tensor
-    valid: torch.Tensor
-    count: torch.Tensor
-    regression: float = 0.0
-    measured: bool = True
+    valid: torch.Tensor  # `[S, K]`, bool, True where the loss counts the prediction
+    count: torch.Tensor  # `[K]`, divisor of the loss of each depth, the same in all processes of a step
+    regression: float = 0.0  # weight of the hidden-state regression in this step
+    measured: bool = True  # whether confidence and accuracy of the first choice are measured too
+    # A term that is added; `None` for none. With it, the loss is divided by the sum of `count`.
     further: FurtherTerm | None = None
+    # `[U, n]`, int32, its most probable columns there; `None` where they are not known
     likely: torch.Tensor | None = None
 
 
@@ -178,12 +154,7 @@ def true_labels(pack: Pack, chains: Chains, steps: int) -> ChainLabels:
 
 
 def unroll(
-    model: Any,
-    predictions: Any,
-    pack: Pack,
-    chains: Chains,
-    tokens: torch.Tensor,
-    labels: ChainLabels | None = None,
+    model: Any, predictions: Any, pack: Pack, chains: Chains, tokens: torch.Tensor, labels: ChainLabels | None = None
 ) -> Any:
     """Runs the forward of training over some chains of a pack, with the loss if there are labels.
 
@@ -207,16 +178,11 @@ class Branches:
     """The rows of a forward over T tokens of texts and, behind them, k further tokens of each of S chains.
 
     A token of a chain sees its text up to the chain, and the chain.
-
-    Attributes:
-        seen: `[N, N]`, bool, with N = T + S * k, True where a row may look at a column.
-        positions: `[N]`, int64, position of each row in its text.
-        chain: `[N]`, int64, the chain that a row belongs to; -1 for a token of a text.
     """
 
-    seen: torch.Tensor
-    positions: torch.Tensor
-    chain: torch.Tensor
+    seen: torch.Tensor  # `[N, N]`, bool, with N = T + S * k, True where a row may look at a column
+    positions: torch.Tensor  # `[N]`, int64, position of each row in its text
+    chain: torch.Tensor  # `[N]`, int64, the chain that a row belongs to; -1 for a token of a text
 
     @classmethod
     def of(cls, position_ids: torch.Tensor, document_ids: torch.Tensor, starts: torch.Tensor, count: int) -> Branches:
@@ -243,21 +209,15 @@ class Branches:
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """A training step before its chains are chosen.
-
-    Attributes:
-        args: the training arguments.
-        seeds: seed of each conversation of the pack.
-        rows_per_chunk: number of predictions whose logits may be computed at a time.
-    """
+    """A training step before its chains are chosen."""
 
     drafter: Any
     target: Any
     weights: TargetWeights
     pack: Pack
-    args: Any
-    seeds: Sequence[int]
-    rows_per_chunk: int
+    args: Any  # the training arguments
+    seeds: Sequence[int]  # seed of each conversation of the pack
+    rows_per_chunk: int  # number of predictions whose logits may be computed at a time
 
     def sampled(self, starts: torch.Tensor | None = None) -> tuple[Chains, ChainLabels]:
         """Draws chains, see `sample_chains`, and labels them by the text."""

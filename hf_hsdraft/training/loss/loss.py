@@ -36,30 +36,21 @@ _CANDIDATE_ROWS = 512  # predictions that share their columns: more share more, 
 
 @dataclass(frozen=True)
 class LossParts:
-    """The loss and what was measured with it, over the valid predictions of this process.
+    """The loss and what was measured with it, over the valid predictions of this process."""
 
-    Attributes:
-        loss: scalar, the loss to train on.
-        divergence: `[K]`, mean of the objective on the draft vocabulary at each depth, in nats.
-        accuracy: `[K]`, share of predictions whose first choice is the target's, both within the draft vocabulary and
-            after the parents of the labels; zero where it is not measured.
-        count: `[K]`, number of predictions at each depth.
-        regression: scalar, smooth L1 distance of drafted states from the target's final ones; zero where it has no
-            weight.
-        confidence: `[N]`, probability of each prediction's first choice. It is empty, as `right` and `depth` are, where
-            nothing is measured.
-        right: `[N]`, 1 where that choice is the target's.
-        depth: `[N]`, depth of each prediction.
-    """
-
-    loss: torch.Tensor
-    divergence: torch.Tensor
+    loss: torch.Tensor  # scalar, the loss to train on
+    divergence: torch.Tensor  # `[K]`, mean of the objective on the draft vocabulary at each depth, in nats
+    # `[K]`, share of predictions whose first choice is the target's, both within the draft vocabulary and after the
+    # parents of the labels; zero where it is not measured
     accuracy: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # `[K]`, number of predictions at each depth
+    # Scalar, smooth L1 distance of drafted states from the target's final ones; zero where it has no weight
     regression: torch.Tensor
+    # `[N]`, probability of each prediction's first choice. It is empty, as `right` and `depth` are, where nothing is
+    # measured.
     confidence: torch.Tensor
-    right: torch.Tensor
-    depth: torch.Tensor
+    right: torch.Tensor  # `[N]`, 1 where that choice is the target's
+    depth: torch.Tensor  # `[N]`, depth of each prediction
 
 
 def _coefficients(weights: torch.Tensor, valid: torch.Tensor, count: torch.Tensor, by_prediction: bool) -> torch.Tensor:
@@ -74,34 +65,26 @@ def _coefficients(weights: torch.Tensor, valid: torch.Tensor, count: torch.Tenso
 
 @dataclass(frozen=True)
 class ChainLoss:
-    """The drafter's `loss_function`, which is called inside its forward.
+    """The drafter's `loss_function`, which is called inside its forward."""
 
-    Args:
-        weights: weights that the drafter borrows from its target.
-        teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
-        objective: see `objectives`.
-        depth_weights: `[K]`, weight of each depth. They are divided by their sum, unless the loss is a mean over
-            predictions.
-        chunk_logits: number of logits that are computed at a time, for drafter and target each; at most twice as many
-            of the target are held.
-        scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
-        weightings: weigh predictions besides, see `WEIGHTINGS`. They compute all logits once more.
-        cosine_weight: weight of 1 minus the cosine of drafted and final hidden states (FastVLM).
-        by_prediction: whether the loss is a mean over predictions, not over depths. It always is with `weightings`, and
-            with a further term.
-        candidates: chooses the columns of the vocabulary that gradients are computed for, where predictions can be
-            computed by columns; `None` for all. Evaluations compare all.
-    """
-
-    weights: TargetWeights
-    teacher_head: torch.Tensor
-    objective: Objective
+    weights: TargetWeights  # weights that the drafter borrows from its target
+    teacher_head: torch.Tensor  # `[V', D]`, the target's output rows of the draft vocabulary
+    objective: Objective  # see `objectives`
+    # `[K]`, weight of each depth. They are divided by their sum, unless the loss is a mean over predictions.
     depth_weights: Sequence[float]
+    # Number of logits that are computed at a time, for drafter and target each; at most twice as many of the target
+    # are held
     chunk_logits: int = CHUNK_LOGITS["cpu"]
+    # Number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
     scored_logits: int = 2**18
+    # Weigh predictions besides, see `WEIGHTINGS`. They compute all logits once more.
     weightings: Sequence[Weighting] = ()
-    cosine_weight: float = 0.0
+    cosine_weight: float = 0.0  # weight of 1 minus the cosine of drafted and final hidden states (FastVLM)
+    # Whether the loss is a mean over predictions, not over depths. It always is with `weightings`, and with a further
+    # term.
     by_prediction: bool = False
+    # Chooses the columns of the vocabulary that gradients are computed for, where predictions can be computed by
+    # columns; `None` for all. Evaluations compare all.
     candidates: Candidates | None = None
 
     @property

@@ -35,15 +35,10 @@ def total_variation(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Objective:
-    """A divergence, mixed with the cross-entropy with the target's first choice, all that greedy decoding asks for.
+    """A divergence, mixed with the cross-entropy with the target's first choice, all that greedy decoding asks for."""
 
-    Attributes:
-        divergence: see above; `None` where the cross-entropy is all.
-        ce_share: share of the cross-entropy, 0 to 1.
-    """
-
-    divergence: Divergence | None
-    ce_share: float = 0.0
+    divergence: Divergence | None  # see above; `None` where the cross-entropy is all
+    ce_share: float = 0.0  # share of the cross-entropy, 0 to 1
 
     def __call__(self, logits: torch.Tensor, teacher: torch.Tensor, best: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the value of each row, `[N]`.
@@ -77,17 +72,13 @@ OBJECTIVES: Registry[Objective] = Registry(
 
 @dataclass(frozen=True)
 class WholeLoss:
-    """A method's objective that compares all depths of a chain at once, for drafters that learn by no other.
+    """A method's objective that compares all depths of a chain at once, for drafters that learn by no other."""
 
-    Attributes:
-        fields: configuration fields of such a drafter.
-        check: raises a ValueError where such a configuration and training arguments do not go together.
-        made: makes the drafter's `loss_function`, of training arguments, drafter, the weights that it borrows, the
-            target's output rows of the draft vocabulary, and the number of logits to compute at a time.
-    """
-
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any]  # configuration fields of such a drafter
+    # Raises a ValueError where such a configuration and training arguments do not go together
     check: Callable[[Any, Any], None]
+    # Makes the drafter's `loss_function`, of training arguments, drafter, the weights that it borrows, the target's
+    # output rows of the draft vocabulary, and the number of logits to compute at a time
     made: Callable[[Any, Any, Any, torch.Tensor, int], Any]
 
 
