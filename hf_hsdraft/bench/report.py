@@ -104,11 +104,12 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
         for run in runs
         if run.memory_peak is not None and run.memory_before is not None
     ]
+    lengths = [length for run in runs for length in run.accepted or ()]  # none where the system reports no rounds
     identical, ties, divergent = _texts(runs)
     low, middle, high = (float(share) for share in numpy.quantile(prompts, (0.1, 0.5, 0.9)))
     return Summary(
         tau=_tau(runs),
-        acceptance_length=_acceptance_length(runs),
+        acceptance_length=1 + sum(lengths) / len(lengths) if lengths else None,
         tokens_per_second=statistics.median(_speed(own) for own, _ in repeats),
         speed_up=statistics.median(ratios),
         time_ratio=statistics.median(_seconds(own) / _seconds(other) for own, other in repeats),
@@ -152,12 +153,6 @@ def _tau(runs: Sequence[Run]) -> float | None:
     if any(run.rows > 1 and run.statistics is None for run in runs):
         return None
     return sum(run.tokens for run in runs) / sum(run.forwards for run in runs)
-
-
-def _acceptance_length(runs: Sequence[Run]) -> float | None:
-    """Returns tokens emitted per round; `None` where the system does not report its rounds, or had none."""
-    lengths = [length for run in runs for length in run.accepted or ()]
-    return 1 + sum(lengths) / len(lengths) if lengths else None
 
 
 def _texts(runs: Sequence[Run]) -> tuple[int | None, int | None, int | None]:

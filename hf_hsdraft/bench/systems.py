@@ -210,18 +210,13 @@ def _packed(target: Any) -> System:
     return System("plain, packed weights", packed=True)
 
 
-def _cacheback(target: Any) -> System:
-    drafter = CachebackDrafter()
-    return System("cacheback (no training)", {"assistant_model": drafter}, drafter)
-
-
 _LOOKUP = {"prompt_lookup_num_tokens": 10}  # transformers' own example
 _FIXED: dict[str, Callable[[Any], System]] = {
     # It samples at all drafted places at once, so the same seed gives another text than plain decoding.
     "lookup": lambda target: System("prompt lookup (transformers)", _LOOKUP, draws_as_plain=False),
     "static": lambda target: System("plain, static cache", {"cache_implementation": "static"}, static=True),
     "packed": _packed,
-    "cacheback": _cacheback,
+    "cacheback": lambda _: System("cacheback (no training)", {"assistant_model": (own := CachebackDrafter())}, own),
 }
 
 

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
 import typer
+from click.core import ParameterSource
 from typer.core import TyperCommand
 
 from ..core.methods import offered
 from ..training.data.plan import DATA, PANELS, RUNNING, DrafterFields, LearningOptions, Option, TrainingPlan, options_of
-from ._shared import _TARGET, Dtype, checked_device, console, need_extra
+from ._shared import _TARGET, Dtype, checked_device, console, need_extra, say
 
 app = typer.Typer()
 # A run of five minutes, loading and leaving included: a drafter to look at, not to keep. Short greedy answers to
@@ -36,10 +37,6 @@ _QUICK_ARGUMENTS: dict[str, Any] = {
     "max_minutes": 4.75, "learning_rate": 1e-3, "eval_steps": 10**6, "eval_new_tokens": 32, "logging_steps": 10,
 }  # fmt: skip
 _QUICK_VOCABULARY = 8192
-
-
-def _own_or(device: str | None) -> str | None:
-    return device if device in (None, "auto") else checked_device(device)
 
 
 @dataclass
@@ -59,7 +56,7 @@ class RunOptions:
     device: Annotated[
         str | None,
         "Default: this process's GPU, or the CPU; auto spreads the target over all.",
-        {"callback": _own_or},
+        {"callback": lambda name: name if name in (None, "auto") else checked_device(name)},
     ] = None
     chat_template: Annotated[
         Path | None, "Template file, for a target without one.", DATA, {"exists": True, "dir_okay": False}
@@ -150,7 +147,8 @@ def train(context: typer.Context, **options: Any) -> None:
 
     run_on = {name: options.pop(name) for name in options_of(RunOptions)}
     target, quick, chat_template = (run_on[name] for name in ("target", "quick", "chat_template"))
-    given = {name: value for name, value in options.items() if _is_given(context, name)}
+    named_by = context.get_parameter_source
+    given = {name: value for name, value in options.items() if named_by(name) is ParameterSource.COMMANDLINE}
     place, named = run_on["device"] or _own_device(), target or DEFAULT_TARGET
     if "lora" in given and "init_from" not in given:
         raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
@@ -207,14 +205,8 @@ def quick_run(given: dict[str, Any], arguments: dict[str, Any]) -> tuple[Trainin
 
 
 def _say(line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(line)
     console.file.flush()
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _fastest(device: str) -> Dtype:

@@ -88,7 +88,8 @@ def problem_of(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the model's code raises, it cannot read this draft
-        return _why_it_failed(error), first_is_right
+        line = next(iter(str(error).strip().splitlines()), "no message")
+        return f"refused by its forward ({type(error).__name__}: {line[:160]})", first_is_right
     right = all(map(truth.explains, (torch.cat(paths), *others)))
     return "" if right else OTHERWISE, first_is_right
 
@@ -202,11 +203,6 @@ class _Draft:
             trees.append(DraftTree(tokens, parents, depths, (0.0,) * len(tokens)))
         nodes = [*range(1 + aside, first), *range(first + deep + below, len(parents))]
         return cls(trees, [0, *range(first, first + deep)], nodes)
-
-
-def _why_it_failed(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"refused by its forward ({type(error).__name__}: {lines[0][:160] if lines else 'no message'})"
 
 
 _ROWS = 2  # of a batch that trees are tried with: more only take longer

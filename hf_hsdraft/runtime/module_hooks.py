@@ -1,9 +1,7 @@
 """What libraries attach to a model's modules: hooks, replaced forwards and adapters.
 
 Findings about a model are valid while its `fingerprint` is unchanged. `no_hooks_left` removes the hooks by which
-transformers captures hidden states, once no drafted call needs them: a target's first forward with
-`output_hidden_states` leaves them on its layers. They are local functions, so a model that carries them cannot be
-pickled. The next forward that captures outputs installs them again.
+transformers captures hidden states, which a forward leaves on the layers: a model that carries them cannot be pickled.
 """
 
 from __future__ import annotations
@@ -183,7 +181,8 @@ def _removed(target: nn.Module, before: frozenset[_Place]) -> bool:
         for module in flagged:
             del module.__dict__[_FLAG]
         # One that started earlier needs the hooks until its forward ends.
-        if new and _being_captured(target):
+        modules, captured = set(target.modules()), _capturing_models() if new else ()
+        if any(not modules.isdisjoint(model.modules()) for model in captured):
             for module in flagged:
                 module.__dict__[_FLAG] = True
             return False
@@ -191,13 +190,6 @@ def _removed(target: nn.Module, before: frozenset[_Place]) -> bool:
             if isinstance(where, int):
                 module._forward_hooks.pop(where, None)
     return True
-
-
-def _being_captured(target: nn.Module) -> bool:
-    """Whether any thread is capturing outputs of a target, of a part of it, or of a model that contains it."""
-    models = list(_capturing_models())
-    modules = set(target.modules()) if models else set()
-    return any(not modules.isdisjoint(model.modules()) for model in models)
 
 
 def _capturing_models() -> Iterator[nn.Module]:

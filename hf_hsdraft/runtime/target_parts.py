@@ -25,7 +25,8 @@ def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:
     count = decoder_layers(text_config(model))
     lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
     found = [(name, each) for name, each in lists if len(each) == count]
-    start = _name_of_decoder(model)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    start = next((name for name, module in model.named_modules() if module is decoder), "")  # "" for the model itself
     found = [pair for pair in found if not start or pair[0].startswith(f"{start}.")] or found
     if len(found) > 1:
         found = [(name, each) for name, each in found if any(hasattr(part, "layer_idx") for part in each.modules())]
@@ -36,12 +37,6 @@ def decoder_list(model: Any) -> tuple[str, nn.ModuleList]:
             f"configuration has, found {len(found)}"
         )
     return found[0]
-
-
-def _name_of_decoder(model: Any) -> str:
-    """The name of the module that decodes text; empty if that is the model itself, or unknown."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return next((name for name, module in model.named_modules() if module is decoder), "")
 
 
 def why_not_replaced(model: Any, names: Iterable[str]) -> str:

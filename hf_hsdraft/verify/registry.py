@@ -58,7 +58,6 @@ class CommonOption:
 
 
 def _keeps_seeds(value: Any) -> bool:
-    """Whether samples with a seed stay those of plain decoding."""
     return not (isinstance(value, str) and value in TREE_BUILDERS and TREE_BUILDERS[value].draws)
 
 
@@ -74,9 +73,9 @@ def _why_no_rule(value: Any) -> str:
     return "it is lossy and may change the text" if is_lossy(value) else _OTHER_SAMPLES
 
 
-def _is_folder(value: Any) -> bool:
-    """Whether a value names a folder, rather than a mistyped word."""
-    return isinstance(value, str) and bool(value.strip()) and (os.sep in value or os.path.isdir(value))
+def _is_history(value: Any) -> bool:
+    named = isinstance(value, str) and bool(value.strip()) and (os.sep in value or os.path.isdir(value))
+    return named or value in (NO_HISTORY, IN_MEMORY)
 
 
 def _if_it_pays(work: str) -> Limit:
@@ -88,10 +87,7 @@ def _if_it_pays(work: str) -> Limit:
 _OTHER_SAMPLES = "with it, samples with a seed are no longer those of plain decoding"
 _PROBABILITY = Limit(lambda value: is_number(value) and 0.0 <= value < 1.0, "a probability below 1")
 _CONTINUED = Limit(integer(TUNING.ngram_depth, 0).valid, f"an integer from 0 (none) to {TUNING.ngram_depth}")
-_KEPT = Limit(
-    lambda value: value in (NO_HISTORY, IN_MEMORY) or _is_folder(value),
-    '"off", "memory", or a folder: one that exists, or a path with a separator, as "./history"',
-)
+_KEPT = Limit(_is_history, '"off", "memory", or a folder: one that exists, or a path with a separator, as "./history"')
 
 COMMON_OPTIONS: Mapping[str, CommonOption] = {
     "num_assistant_tokens": CommonOption(),

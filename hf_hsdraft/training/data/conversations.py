@@ -54,7 +54,13 @@ class Conversation:
 
         Raises a ValueError: a message has no `role` or nothing else, or none is the assistant's.
         """
-        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+        said = isinstance(messages, list | tuple) and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and any(value is not None for name, value in message.items() if name != "role")
+            for message in messages
+        )
+        if not said:
             raise ValueError("each message needs `role` and `content`, a text, or another field of the chat template")
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("no assistant message, nothing to learn from")
@@ -100,11 +106,6 @@ class Conversation:
         Raises a ValueError: the template cannot render them.
         """
         return _rendered(tokenizer, self.messages[:until], {**self.template, **options})
-
-
-def _is_message(message: Any) -> bool:
-    named = isinstance(message, dict) and isinstance(message.get("role"), str)
-    return named and any(value is not None for name, value in message.items() if name != "role")
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
@@ -216,20 +217,17 @@ def _parse(line: bytes) -> tuple[dict[str, Any], Conversation | Prompt]:
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
     if row.get("messages") is not None:
-        _check_temperature(row.get("temperature"))
+        heat = row.get("temperature")
+        try:
+            float(0.0 if heat is None else heat)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"expected `temperature` to be a number; found {heat!r:.80}") from None
         return row, Conversation.of_row(row)
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         found = f"`turns` is {turns!r:.80}" if "turns" in row else f"found keys {sorted(row)}"
         raise ValueError(f"expected `turns`, a non-empty list of strings, or `messages`; {found}")
     return row, Prompt.of(turns, str(row.get("category", "")))
-
-
-def _check_temperature(value: Any) -> None:
-    try:
-        float(0.0 if value is None else value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"expected `temperature` to be a number; found {value!r:.80}") from None
 
 
 def prompts_from_dataset(

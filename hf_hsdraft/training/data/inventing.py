@@ -240,7 +240,8 @@ class _Writer:
         headers, drawn = [self.header + opening for opening in openings], (kind.temperature, kind.continued)
         continued = self.writer.continued(headers, *drawn, _number(self.seed)) if headers else []
         for index, opening, more in zip(going, openings, continued, strict=True):
-            whole = _joined(opening, more)
+            # Tokenizers differ in whether a continuation begins with the space.
+            whole = opening + (more.lstrip(" ") if opening.endswith(" ") else more)
             texts[index] = whole if more.strip() and len(whole.strip()) >= _SHORTEST_PROMPT else None
         return [
             Prompt.of([text.strip(), *each.follow_ups], kind.name)
@@ -259,7 +260,8 @@ class _Writer:
                 written = self.writer.reply(histories, kind.document_temperature, tokens)
             for parts, ask, each in zip(found, asks, written, strict=True):
                 self.on_document(kind, ask, each)
-                whole = each.text if each.new_tokens < tokens else _whole_sentences(each.text)
+                cut = _SENTENCES.match(each.text)  # the last sentence may be unfinished
+                whole = each.text if each.new_tokens < tokens else cut[0].strip() if cut else ""
                 if len(whole) >= _SHORTEST_DOCUMENT:
                     parts.append(whole)
         return found
@@ -275,17 +277,6 @@ def _with_document(tokenizer: Any, text: str, parts: Sequence[str], room: int) -
         if len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]) <= room:
             return filled
     return None
-
-
-def _whole_sentences(text: str) -> str:
-    """Cuts an unfinished last sentence."""
-    match = _SENTENCES.match(text)
-    return match[0].strip() if match else ""
-
-
-def _joined(opening: str, more: str) -> str:
-    """Joins an opening and its continuation. Tokenizers differ in whether a continuation begins with the space."""
-    return opening + (more.lstrip(" ") if opening.endswith(" ") else more)
 
 
 def _number(seed: str) -> int:

@@ -173,17 +173,16 @@ class TrainingPlan:
         files = f"{len(self.prompts)} file{'s' * (len(self.prompts) > 1)} of prompts or conversations"
         sources = [files] if self.prompts else []
         sources += [f"the data set {public_name(self.dataset)}"] if self.dataset is not None else []
-        sources += [f"invented by the target ({self._invented()})"] if self.invents else []
+        if self.invents:
+            shares = [name if share == 1 else f"{name} x {share:g}" for name, share in self.kinds.items()]
+            how = f"kinds: {', '.join(shares)}" if shares else "all kinds evenly"
+            if self.openings:
+                how = f"{len(self.openings)} opening{'s' * (len(self.openings) > 1)}"
+            sources.append(f"invented by the target ({how})")
         turns = f", {self.invented_turns} further turns invented" if self.invented_turns else ""
         kinds = ", ".join(f"{temperature:g}" for temperature in sorted(set(self.temperatures)))
         answers = f"new answers at temperatures {kinds}, of {self.max_new_tokens} tokens at most"
         return f"{' and '.join(sources)}{turns}; {answers}"
-
-    def _invented(self) -> str:
-        if self.openings:
-            return f"{len(self.openings)} opening{'s' * (len(self.openings) > 1)}"
-        shares = [name if share == 1 else f"{name} x {share:g}" for name, share in self.kinds.items()]
-        return f"kinds: {', '.join(shares)}" if shares else "all kinds evenly"
 
     def check(self, processes: int) -> None:
         """Raises a ValueError if options are out of range or contradict each other, or the number of processes."""

@@ -132,13 +132,11 @@ def style(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_axisbelow(True)
 
 
-def _curve(history: Sequence[Mapping[str, float]], key: str) -> list[tuple[float, float]]:
-    """Returns step and value of every entry that has `key`."""
-    return [(entry["step"], entry[key]) for entry in history if key in entry and "step" in entry]
-
-
 def _learning_curves(history: Sequence[Mapping[str, float]]) -> Figure | None:
-    training, held_out, tau = (_curve(history, key) for key in ("loss", "eval_loss", "eval_tau"))
+    training, held_out, tau = (
+        [(entry["step"], entry[key]) for entry in history if key in entry and "step" in entry]
+        for key in ("loss", "eval_loss", "eval_tau")
+    )
     panels = bool(training or held_out) + bool(tau)
     if not panels:
         return None

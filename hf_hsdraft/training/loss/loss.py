@@ -197,10 +197,7 @@ class ChainLoss:
 
     @torch.no_grad()
     def _teacher_logits(self, teacher: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
-        """Returns the target's logits `[N, C]` by the rows `[N]`, ascending, of its hidden states `[U, D]`.
-
-        `columns` `[C]`, int64, are those of the draft vocabulary; `None` for all.
-        """
+        """Returns logits `[N, C]` by ascending rows `[N]` of the target's states `[U, D]`, of some columns or all."""
         distinct, index = rows.unique_consecutive(return_inverse=True)
         logits = F.linear(teacher[distinct], self.teacher_head if columns is None else self.teacher_head[columns])
         return logits if len(distinct) == len(rows) else logits[index]
