@@ -11,30 +11,8 @@ import typer
 
 from ..bench import VARIANTS
 from ..core.progress import errors, working
-from ._shared import (
-    DeviceOption,
-    DrafterArgument,
-    DrafterOption,
-    DraftersOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    LimitOption,
-    NewTokensOption,
-    PromptFileOption,
-    TargetArgument,
-    TargetOption,
-    TemperatureOption,
-    check_fit,
-    console,
-    drafter_of,
-    load_pair,
-    loaded_target,
-    numbers,
-    option,
-    prompt_texts,
-    say,
-)
+from . import _shared as shared
+from ._shared import Dtype, check_fit, console, drafter_of, load_pair, loaded_target, numbers, option, prompt_texts, say
 
 app = typer.Typer()
 _FAILED = "FAILED"
@@ -45,14 +23,14 @@ def bench(
     prompts: Annotated[
         list[Path] | None, option("JSONL with `turns`; default: 6 prompts that come with the package.", "--prompts")
     ] = None,
-    target: TargetOption = None,
-    drafter: DraftersOption = None,
-    limit: LimitOption = None,
-    max_new_tokens: NewTokensOption = 128,
+    target: shared.TargetOption = None,
+    drafter: shared.DraftersOption = None,
+    limit: shared.LimitOption = None,
+    max_new_tokens: shared.NewTokensOption = 128,
     variants: Annotated[
         str | None, option(f"Comma-separated: {VARIANTS}. Default: default,chain,lookup; with --cold: default.")
     ] = None,
-    temperature: TemperatureOption = 0.0,
+    temperature: shared.TemperatureOption = 0.0,
     seed: Annotated[int, option("Seed for sampling, set before each call; each prompt adds 1.")] = 0,
     top_k: Annotated[
         int | None,
@@ -75,9 +53,9 @@ def bench(
             "--cold",
         ),
     ] = False,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
-    json_out: JsonOption = None,
+    dtype: shared.DtypeOption = Dtype.float32,
+    device: shared.DeviceOption = "cpu",
+    json_out: shared.JsonOption = None,
     pictures: Annotated[Path | None, option("Folder for pictures; default: beside the JSON.", file_okay=False)] = None,
 ) -> None:
     """Compares plain decoding, drafting and other systems on the same prompts, in one process, in alternating order."""
@@ -136,15 +114,15 @@ def _bench_cold(plan: Any, target: str | None, drafters: list[str] | None, dtype
 @app.command(short_help="Time batches with and without the drafter.")
 def throughput(
     prompts: Annotated[list[Path], option("JSONL with `turns`.", "--prompts", exists=True, dir_okay=False)],
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
+    target: shared.TargetOption = None,
+    drafter: shared.DrafterOption = None,
     batch_sizes: Annotated[str, option("Batch sizes, comma-separated.")] = "1,2,4,8,16",
     calls: Annotated[int, option("Batches to time per size.", min=1)] = 4,
-    max_new_tokens: NewTokensOption = 64,
+    max_new_tokens: shared.NewTokensOption = 64,
     tree_size: Annotated[int | None, option("Tree nodes per round and row; default: the drafter's.", min=1)] = None,
     num_assistant_tokens: Annotated[int | None, option("Draft depth; default: the drafter's.", min=1)] = None,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    dtype: shared.DtypeOption = Dtype.float32,
+    device: shared.DeviceOption = "cpu",
 ) -> None:
     """Times batches of prompts with and without the drafter, sides alternating in one process."""
     from ..bench.calls import Settings
@@ -170,14 +148,14 @@ def throughput(
 
 @app.command(short_help="Check a drafter for faults.")
 def check(
-    drafter: DrafterArgument,
-    target: TargetArgument = None,
-    prompts: PromptFileOption = None,
+    drafter: shared.DrafterArgument,
+    target: shared.TargetArgument = None,
+    prompts: shared.PromptFileOption = None,
     limit: Annotated[int, option("Maximum number of prompts.", min=1)] = 8,
     max_new_tokens: Annotated[int, option("Maximum number of new tokens per prompt.", min=2)] = 64,
     tolerance: Annotated[float, option("Largest mean total variation allowed; 0 chooses by dtype.", min=0.0)] = 0.0,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    dtype: shared.DtypeOption = Dtype.float32,
+    device: shared.DeviceOption = "cpu",
 ) -> None:
     """Checks what a drafter drafts for a few prompts; exits with 1 if it is faulty.
 

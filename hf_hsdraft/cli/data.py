@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..core.checks import printable
-from ._shared import TrainOption, console, option, say
+from . import _shared as shared
+from ._shared import console, option, say
 
 app = typer.Typer()
 
@@ -23,7 +24,7 @@ _SHOWN = 100  # characters of a text
 
 @app.command(short_help="Find prompts that are in training chats.")
 def overlap(
-    train: TrainOption,
+    train: shared.TrainOption,
     prompts: Annotated[list[Path], option("Evaluation prompts, JSONL; repeat.", exists=True)],
     show: Annotated[int, option("Near-duplicates to show.", min=0)] = 10,
 ) -> None:

@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ._shared import (
-    DrafterFolderArgument,
-    SavedDrafterArgument,
-    TargetArgument,
-    check_empty,
-    console,
-    loaded_target,
-    option,
-    say,
-)
+from . import _shared as shared
+from ._shared import check_empty, console, loaded_target, option, say
 
 if TYPE_CHECKING:
     from ..drafters.base.auto_drafter import Found
@@ -33,7 +25,7 @@ RevisionOption = Annotated[str | None, option("Branch, tag or commit; default: m
 
 @app.command("push", short_help="Upload a drafter or an adapter to the Hub.")
 def push_folder(
-    folder: DrafterFolderArgument,
+    folder: shared.DrafterFolderArgument,
     name: Annotated[str, typer.Argument(help="Repository, as user/name; created if there is none.")],
     private: Annotated[bool, option("Create a private repository.", "--private")] = False,
     revision: Annotated[str | None, option("Branch; created if there is none. Default: main.")] = None,
@@ -164,7 +156,7 @@ def list_cached() -> None:
 
 @app.command(short_help="Add measurements and rewrite the card.")
 def card(
-    folder: DrafterFolderArgument,
+    folder: shared.DrafterFolderArgument,
     bench: Annotated[
         list[Path] | None,
         option("Report of `bench --json`; replaces earlier ones; repeat.", "--bench", exists=True, dir_okay=False),
@@ -258,7 +250,7 @@ def _entry(path: Path, report: Mapping[str, Any], weights: Mapping[str, str]) ->
 
 @app.command(short_help="Convert a drafter for other programs.")
 def export(
-    drafter: SavedDrafterArgument,
+    drafter: shared.SavedDrafterArgument,
     out: Annotated[Path, option("New folder.", "--out", file_okay=False)],
     to: Annotated[str, option("Format to write; vLLM loads speculators.", "--to")] = "speculators",
     target: Annotated[str, option("Hub name of the target to record; default: the one in the files.")] = "",
@@ -273,7 +265,7 @@ def export(
 
 @app.command("find", short_help="Say which drafters there are for a target.")
 def find(
-    target: TargetArgument = None,
+    target: shared.TargetArgument = None,
     target_name: Annotated[str, option("Name of the target on the Hub, where TARGET is a folder or file.")] = "",
     offline: Annotated[bool, option("Look into the cache only.", "--offline")] = False,
 ) -> None:

@@ -8,18 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ._shared import (
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    HostOption,
-    PortOption,
-    TargetOption,
-    bound_socket,
-    loaded_target,
-    option,
-    say,
-)
+from . import _shared as shared
+from ._shared import Dtype, bound_socket, loaded_target, option, say
 
 app = typer.Typer()
 _TOKEN = "HSDRAFT_TOKEN"
@@ -27,11 +17,11 @@ _TOKEN = "HSDRAFT_TOKEN"
 
 @app.command("verify-server", short_help="Verify drafts of many devices.")
 def verify_server(
-    target: TargetOption = None,
-    host: HostOption = "localhost",
-    port: PortOption = 8800,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    target: shared.TargetOption = None,
+    host: shared.HostOption = "localhost",
+    port: shared.PortOption = 8800,
+    dtype: shared.DtypeOption = Dtype.float32,
+    device: shared.DeviceOption = "cpu",
     token_file: Annotated[
         Path | None, option(f"File with the bearer token of the devices; default: the variable {_TOKEN}.")
     ] = None,

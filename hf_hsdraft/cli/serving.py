@@ -14,27 +14,8 @@ import typer
 from click.core import ParameterSource
 
 from ..core.progress import working
-from ._shared import (
-    AllowedHostOption,
-    DeviceOption,
-    DrafterOption,
-    Dtype,
-    DtypeOption,
-    HostOption,
-    PlainOption,
-    PortOption,
-    SystemOption,
-    TargetOption,
-    TemperatureOption,
-    VerificationOption,
-    bound_socket,
-    checked_device,
-    console,
-    drafter_of,
-    load_plain_or_pair,
-    option,
-    say,
-)
+from . import _shared as shared
+from ._shared import Dtype, bound_socket, checked_device, console, drafter_of, load_plain_or_pair, option, say
 
 app = typer.Typer()
 _TRYING = "trying what decoding costs on this machine"
@@ -48,16 +29,16 @@ class Engine(StrEnum):
 @app.command(short_help="Serve a target and a drafter as OpenAI's API.", context_settings={"allow_extra_args": True})
 def serve(
     context: typer.Context,
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    host: HostOption = "localhost",
-    port: PortOption = 8000,
-    plain: PlainOption = False,
-    verification: VerificationOption = None,
-    dtype: DtypeOption = Dtype.float32,
+    target: shared.TargetOption = None,
+    drafter: shared.DrafterOption = None,
+    host: shared.HostOption = "localhost",
+    port: shared.PortOption = 8000,
+    plain: shared.PlainOption = False,
+    verification: shared.VerificationOption = None,
+    dtype: shared.DtypeOption = Dtype.float32,
     device: Annotated[str, option("Device to run on.")] = "cpu",  # vLLM's interpreter may find others
     quiet: Annotated[bool, option("Print no line for each request.", "--quiet")] = False,
-    allowed_host: AllowedHostOption = None,
+    allowed_host: shared.AllowedHostOption = None,
     api_key: Annotated[
         str, option("Key that clients have to send.", envvar="HSDRAFT_API_KEY", show_default=False)
     ] = "",
@@ -193,16 +174,16 @@ def _say_who_is_answered(host: str, hosts: list[str], has_key: bool) -> None:
 
 @app.command(short_help="Chat in the terminal, with drafted tokens coloured.")
 def chat(
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    system: SystemOption = None,
+    target: shared.TargetOption = None,
+    drafter: shared.DrafterOption = None,
+    system: shared.SystemOption = None,
     max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", min=1)] = 512,
-    temperature: TemperatureOption = 0.0,
+    temperature: shared.TemperatureOption = 0.0,
     seed: Annotated[int | None, option("Seed for sampling.")] = None,
-    plain: PlainOption = False,
-    verification: VerificationOption = None,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    plain: shared.PlainOption = False,
+    verification: shared.VerificationOption = None,
+    dtype: shared.DtypeOption = Dtype.float32,
+    device: shared.DeviceOption = "cpu",
 ) -> None:
     """Chats in the terminal, with drafted tokens coloured, and tau and tokens/s after each answer."""
     import torch
@@ -222,18 +203,18 @@ def chat(
 
 @app.command(short_help="Chat in the browser, with drafted tokens coloured.")
 def ui(
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 7860,
-    allowed_host: AllowedHostOption = None,
-    system: SystemOption = None,
+    target: shared.TargetOption = None,
+    drafter: shared.DrafterOption = None,
+    host: shared.HostOption = "127.0.0.1",
+    port: shared.PortOption = 7860,
+    allowed_host: shared.AllowedHostOption = None,
+    system: shared.SystemOption = None,
     max_new_tokens: Annotated[
         int, option("Maximum number of tokens per answer; the page can change it.", min=1, max=2048)
     ] = 256,
-    verification: VerificationOption = None,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    verification: shared.VerificationOption = None,
+    dtype: shared.DtypeOption = Dtype.float32,
+    device: shared.DeviceOption = "cpu",
 ) -> None:
     """Serves a page for chats in the browser, with drafted tokens coloured and draft trees."""
     if find_spec("gradio") is None:

@@ -10,24 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import (
-    QUESTION,
-    DeviceOption,
-    DrafterOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    NewTokensOption,
-    PromptFileOption,
-    TargetArgument,
-    TargetOption,
-    check_fit,
-    console,
-    loaded_target,
-    option,
-    prompt_texts,
-    say,
-)
+from . import _shared as shared
+from ._shared import QUESTION, Dtype, check_fit, console, loaded_target, option, prompt_texts, say
 
 app = typer.Typer()
 _NEW_TOKENS, _PROMPTS = 64, 3
@@ -39,15 +23,15 @@ OfflineOption = Annotated[bool, option("Look for drafters in the cache only.", "
 
 @app.command("try", short_help="Say what drafting does for a model, on three prompts.")
 def try_model(
-    target: TargetArgument = None,
+    target: shared.TargetArgument = None,
     prompt: Annotated[list[str] | None, typer.Argument(help="Prompts like yours.")] = None,
-    prompts: PromptFileOption = None,
-    drafter: DrafterOption = None,
-    max_new_tokens: NewTokensOption = _NEW_TOKENS,
+    prompts: shared.PromptFileOption = None,
+    drafter: shared.DrafterOption = None,
+    max_new_tokens: shared.NewTokensOption = _NEW_TOKENS,
     offline: OfflineOption = False,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
-    json_out: JsonOption = None,
+    dtype: shared.DtypeOption = Dtype.float32,
+    device: shared.DeviceOption = "cpu",
+    json_out: shared.JsonOption = None,
     svg: SvgOption = None,
 ) -> None:
     """Decodes prompts with and without drafts, by the best drafter that `hsdraft find` lists or the one that is named.
@@ -64,11 +48,11 @@ def try_model(
 @app.command(short_help="Answer a prompt, with drafted tokens coloured.")
 def demo(
     prompt: Annotated[str, typer.Argument(help="The prompt.")] = QUESTION,
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    max_new_tokens: NewTokensOption = 128,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    target: shared.TargetOption = None,
+    drafter: shared.DrafterOption = None,
+    max_new_tokens: shared.NewTokensOption = 128,
+    dtype: shared.DtypeOption = Dtype.float32,
+    device: shared.DeviceOption = "cpu",
 ) -> None:
     """`hsdraft try` with one prompt, offline."""
     _try(target, drafter, [prompt], max_new_tokens, True, dtype, device)
@@ -129,7 +113,7 @@ def _best(model: Any, tokenizer: Any, offline: bool) -> tuple[Any, str, str, str
 @app.command(short_help="Print what an issue should say: versions, processor, drafter.")
 def env(
     target: Annotated[str | None, typer.Argument(help="Hub name or folder of your target: its drafters too.")] = None,
-    device: DeviceOption = "cpu",
+    device: shared.DeviceOption = "cpu",
 ) -> None:
     """Prints versions and the processor and, for a target, what drafts for it. Loads no weights and asks no server.
 
