@@ -24,23 +24,13 @@ from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing
 from ..gpu.fixed_shapes import CompiledCalls, compiled
+from . import tree_reading
 from .cache_slots import as_given, text_cache
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave, read_missing
 from .static_cache import slots_of_prompts
 from .target_limits import GRADIENTS, check_cache, decoder_layers, refusal, text_config
 from .target_parts import LastState, decoder_list, final_norm
-from .tree_reading import (
-    AttentionKind,
-    TargetCall,
-    close_gaps,
-    commit_trees,
-    dropped,
-    kinds_of_attention,
-    read_batch,
-    read_roots,
-    tokens_kept,
-)
 
 
 @dataclass(frozen=True)
@@ -178,7 +168,7 @@ class Acceleration:
             return (self._target if model is None else model)(**inputs, return_dict=True)
 
 
-class TargetRuntime(TargetCall):
+class TargetRuntime(tree_reading.TargetCall):
     """A target in one `generate()` call: sole owner of its cache and model inputs.
 
     Args:
@@ -201,7 +191,7 @@ class TargetRuntime(TargetCall):
 
     def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
         super().__init__(target, model_kwargs, Acceleration(target))
-        self.trees, self.kinds, self.reused_share = True, list[AttentionKind](), 0.0
+        self.trees, self.kinds, self.reused_share = True, list[tree_reading.AttentionKind](), 0.0
         self.ahead: Any = None
         self.num_texts = self.cached_before = self._prompt_length = 0
         self.tap_layers = list(tap_layers)
@@ -248,7 +238,7 @@ class TargetRuntime(TargetCall):
     def prepare_trees(self) -> str:
         """Prepares for trees; returns why they are not possible, or an empty string."""
         try:
-            self.kinds = kinds_of_attention(self)
+            self.kinds = tree_reading.kinds_of_attention(self)
         except ValueError as error:
             return str(error)
         return ""
@@ -299,9 +289,9 @@ class TargetRuntime(TargetCall):
         if self.ahead is not None and (outputs := self.ahead.verify(trees, self.columns)) is not None:
             return outputs
         if self.columns == 1 and self.slots.static is None and min(kept) == max(kept) == self.length:
-            return read_roots(self, trees, self.kinds)
+            return tree_reading.read_roots(self, trees, self.kinds)
         self.batch = TreeBatch.of(trees, device_of(self.target), self.columns)
-        return read_batch(self, self.batch, self.kinds)
+        return tree_reading.read_batch(self, self.batch, self.kinds)
 
     def _last_state_kept(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._last_state is None else self._last_state.kept()
@@ -315,9 +305,9 @@ class TargetRuntime(TargetCall):
         Paths are `None` for rows that have ended. Where rows are `in_step`, all paths are equally long.
         """
         if self.trees and not self.drops:  # otherwise only roots were read, and slots no longer match positions
-            commit_trees(self, paths, self.columns)
+            tree_reading.commit_trees(self, paths, self.columns)
         else:
-            commit_chains(self, max(map(tokens_kept, paths)), self.outputs, self.columns)
+            commit_chains(self, max(map(tree_reading.tokens_kept, paths)), self.outputs, self.columns)
 
     def finish(self, input_ids: torch.Tensor) -> None:
         """Leaves the cache as plain decoding of the texts `[B, length]` would, whose last token is never read."""
@@ -342,7 +332,7 @@ class TargetRuntime(TargetCall):
         """
         if not self.trees:
             return
-        close_gaps(self)
+        tree_reading.close_gaps(self)
         self.leaves_gaps = False
         if self.ended is not None:
             self.rows = self.ended.put_back(self.cache, self.rows)
@@ -427,7 +417,7 @@ class TargetRuntime(TargetCall):
         """Restricts forwards to rows by their places in the current batch, after the others' last tokens were read."""
         assert self.ended is not None
         if self._keeps_slots:
-            close_gaps(self)
+            tree_reading.close_gaps(self)
         self.rows = self.ended.take_out(self.cache, places, self.rows)
         self.slots.drop(self.length - max(self.rows.kept))
 
@@ -472,7 +462,7 @@ class TargetRuntime(TargetCall):
     @property
     def refusal(self) -> DraftingRefused | None:
         """The refusal if forwards so far have lost slots of the cache."""
-        return dropped(self.target) if self.drops else None
+        return tree_reading.dropped(self.target) if self.drops else None
 
     @property
     def in_step(self) -> bool:

@@ -32,22 +32,11 @@ from ..data.vocabulary import answer_counts, with_draft_vocabulary
 from ..families.family import TrainableFamily
 from ..families.trainable import family_for
 from ..files import disk_full, is_disk_full
+from . import run_folder as folder
 from .arguments import DrafterTrainingArguments
 from .budget import ANSWERS, FIRST_ANSWERS, TimeBudget
 from .progress import Reporter, TrainingProgress
 from .results import name_data_set, publish, save, saved, untrained, what_is_computed
-from .run_folder import (
-    callback_of,
-    claim,
-    finish,
-    had_ended,
-    is_finished,
-    last_checkpoint,
-    limits_of,
-    only_run,
-    settings_of,
-    steps_done,
-)
 from .start import (
     check_learning,
     check_target_can_teach,
@@ -75,9 +64,8 @@ def train(
 ) -> Any:
     """Makes prompts and answers, trains a drafter on them, and returns the best one by tau, as it was saved.
 
-    A killed run resumes: prompts, answers and features are kept, and so is the trainer's last checkpoint. Each of
-    several processes (`accelerate launch`) answers its share and has the whole drafter; FSDP and ZeRO shard the target
-    only, see `load_target`.
+    A killed run resumes from what it has kept. Each of several processes (`accelerate launch`) answers its share and
+    has the whole drafter; FSDP and ZeRO shard the target only, see `load_target`.
 
     Args:
         plan: what to learn from and what to make.
@@ -106,11 +94,12 @@ def train(
     repository, chats = _on_the_hub(plan, args, run.recipe, pushes) if main else ("", None)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with only_run(out) if main else contextlib.nullcontext():
+        with folder.only_run(out) if main else contextlib.nullcontext():
             if main:
-                claim(out, settings_of(run.identity, plan, args))
-            if is_finished(out, limits_of(args)):
-                report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in limits_of(args).items())}")
+                folder.claim(out, folder.settings_of(run.identity, plan, args))
+            if folder.is_finished(out, folder.limits_of(args)):
+                limits = (f"{name} {value:g}" for name, value in folder.limits_of(args).items())
+                report(f"already finished: {', '.join(limits)}")
             else:
                 torch.manual_seed(args.seed)
                 run.answer_and_learn(finished, prompts, start)
@@ -223,7 +212,7 @@ class _Run:
         if args.max_minutes is None:
             return TimeBudget(args.max_training_minutes or math.inf)
         share = FIRST_ANSWERS if self.plan.stream else ANSWERS
-        share = 0.0 if last_checkpoint(out) else share  # nothing more is answered before training goes on
+        share = 0.0 if folder.last_checkpoint(out) else share  # nothing more is answered before training goes on
         return TimeBudget(args.max_minutes, out, share, self.began)
 
     def learn_from(
@@ -250,8 +239,7 @@ class _Run:
         begun, first, pairs = first, len(pairs), [*pairs, *(self._tokenized(further, -1) if further else ())]
         tokenized = [pair[1] for pair in pairs]
         amount = _amount(tokenized)  # those of a stream join them
-        told = f"{amount['tokens']:,} tokens, {amount['answers']:,} of them answers"
-        report(f"{amount['chats']:,} conversations, {told}")
+        report("{chats:,} conversations, {tokens:,} tokens, {answers:,} of them answers".format(**amount))
         drafter = self._drafter(start, tokenized[:first])
         if args.candidates is None:
             args.candidates = _CANDIDATES if len(drafter.draft_vocab_ids()) >= _LARGE_VOCABULARY else 0
@@ -259,17 +247,18 @@ class _Run:
         readable = self._cached(drafter, features) if features is not None else lambda chats: chats
         dataset: Any = readable(tokenized)
         model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
-        last, patience = last_checkpoint(Path(plan.out)), args.early_stopping_patience
+        last, patience = folder.last_checkpoint(Path(plan.out)), args.early_stopping_patience
         callbacks: list[Any] = [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]
         train_dataset: Any = Subset(dataset, range(held_out, len(pairs)))
         if groups is not None:
             answered = (readable(self._answered(group, amount)) for group in groups)
-            samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * steps_done(Path(plan.out))
-            place = StreamPlace.after(samples, plan.passes, callback_of(last, StreamPlace))
+            samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
+            samples *= folder.steps_done(Path(plan.out))
+            place = StreamPlace.after(samples, plan.passes, folder.callback_of(last, StreamPlace))
             train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, place.begin)
             callbacks.append(place)
         if budget.limited:
-            budget.begin_training(begun, callback_of(last, TimeBudget))
+            budget.begin_training(begun, folder.callback_of(last, TimeBudget))
         trainer = DrafterTrainer(
             model,
             args,
@@ -321,7 +310,7 @@ class _Run:
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
             report(f"{spent}, peak memory {peak:.1f} GB")
             steps = trainer.state.global_step
-            finish(out, steps, limits_of(self.args), untrained(trainer.state.log_history, steps))
+            folder.finish(out, steps, folder.limits_of(self.args), untrained(trainer.state.log_history, steps))
         state.wait_for_everyone()
 
     def _answered(self, conversations: Sequence[Conversation], amount: Counter[str]) -> list[TokenizedConversation]:
@@ -414,7 +403,7 @@ def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None
     """Takes the steps that are left after checkpoint `last`, and loads the best drafter."""
     args, budget = trainer.args, trainer.budget
     minutes = budget.minutes if budget.limited else None
-    if last is not None and had_ended(last, args, minutes):  # the Trainer would take one more step
+    if last is not None and folder.had_ended(last, args, minutes):  # the Trainer would take one more step
         trainer.restore(last)
     else:
         if budget.limited:
