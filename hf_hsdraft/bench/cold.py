@@ -1,7 +1,6 @@
 """The first calls of a process whose cache holds no compiled code, beside those of plain decoding.
 
-Plain decoding and each variant decode the same prompts in a process each. So a compiler that a drafted call starts in
-the background disturbs later drafted calls only, as it does for a user, and no system warms up another's process.
+Plain decoding and each variant decode the same prompts in a process each, so that none disturbs or warms up another.
 """
 
 from __future__ import annotations

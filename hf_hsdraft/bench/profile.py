@@ -1,7 +1,4 @@
-"""Where the time of a round goes, and how fast decoding would be if all but the target's forward were free.
-
-The interpreter reports which functions run; none of them is replaced, and decoding itself knows nothing of a profile.
-"""
+"""Where the time of a round goes, by the interpreter's reports, and how fast it would be if only forwards took time."""
 
 from __future__ import annotations
 

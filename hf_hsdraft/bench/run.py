@@ -1,7 +1,4 @@
-"""Compares systems over prompts, in one process and in changing order: at one setting, or along a sweep of settings.
-
-Prompts are the user's files or those of the package; sweeps need longer versions of them, and batches.
-"""
+"""Compares systems over prompts, in one process and in changing order: at one setting, or along a sweep of settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`hsdraft find`, `info` and `hub`: drafters as files, here and on the Hub.
-
-The token is the one of `hf auth login`, or HF_TOKEN.
-"""
+"""`hsdraft find`, `info` and `hub`: drafters as files, here and on the Hub (token: `hf auth login` or HF_TOKEN)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`hsdraft`, the command line. A new command is a file beside this one or of a method.
-
-`GROUPS` says which commands stand in a group, and by which name there; the others stand at the top.
-"""
+"""`hsdraft`, the command line. A new command is a file beside this one or of a method; `GROUPS` says its place."""
 
 from __future__ import annotations
 

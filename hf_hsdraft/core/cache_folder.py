@@ -1,7 +1,6 @@
 """Where this package keeps files for later processes, and which of them it may run.
 
-Compiled code runs as this user. So neither its file nor any folder on the way to it may be one that another user can
-write or exchange.
+Compiled code runs as this user: no other user may be able to write or exchange its file or a folder on the way to it.
 """
 
 from __future__ import annotations

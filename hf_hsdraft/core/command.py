@@ -1,7 +1,4 @@
-"""Whether this process is the command `hsdraft`, and its Ctrl-C: one line and status 130, without a traceback.
-
-Importing this prepares a command for a Ctrl-C while it starts: an exception would meet half-imported modules.
-"""
+"""Whether this process is the command `hsdraft`, and its Ctrl-C: one line and status 130, also while it starts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Draft trees as plain data, and the functions that grow them: from a drafter's probabilities, or from look-ups.
-
-A builder grows a tree for each text of a batch, level by level. It asks an `Expansion` for the children of nodes, and
-gives it the gathered states of their parents, otherwise unchanged.
-"""
+"""Draft trees as plain data, and the functions that grow them: from a drafter's probabilities, or from look-ups."""
 
 from __future__ import annotations
 

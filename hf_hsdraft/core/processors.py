@@ -1,7 +1,7 @@
 """The processors that this process may use, and what part of them its threads get.
 
-Threads of a product wait for each other, spinning. So where one of two threads does not run, both take several times
-as long as a single thread would alone: on a machine that other processes use too, or in a container with a quota.
+Threads of a product wait for each other, spinning: where one of two does not run, both take several times as long as a
+single thread would alone.
 """
 
 from __future__ import annotations

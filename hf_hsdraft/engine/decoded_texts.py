@@ -1,7 +1,4 @@
-"""The growing texts of a call, and its rules for choosing tokens and for ending.
-
-Rows of a batch grow at their own pace; the output is what a loop over single steps would have made.
-"""
+"""The growing texts of a call, and its rules for choosing tokens and for ending, as single steps have them."""
 
 from __future__ import annotations
 

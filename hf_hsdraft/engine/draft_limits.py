@@ -1,8 +1,4 @@
-"""What may be drafted in a call: trees, chains or nothing, how deep, and up to which length that is known.
-
-It follows from what the target can do, which is tried if unknown (`trial`), and from where its positions or its cache
-end.
-"""
+"""What may be drafted in a call: trees, chains or nothing, how deep, and up to which length that is known."""
 
 from __future__ import annotations
 

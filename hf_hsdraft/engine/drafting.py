@@ -1,7 +1,4 @@
-"""The drafting of a call: free sessions first, then the drafter's to the depth that pays, merged into one tree.
-
-News of rounds without drafts wait: the drafter's session reads them all at once before it drafts again.
-"""
+"""The drafting of a call: free sessions first, then the drafter's to the depth that pays, merged into one tree."""
 
 from __future__ import annotations
 

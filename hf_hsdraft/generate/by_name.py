@@ -1,8 +1,6 @@
-"""Drafters given by name, as in `generate(assistant_model="user/drafter")`; `"mtp"` names the target's own layers,
-`"ngrams"` a [`CachebackDrafter`].
+"""Drafters given by name, as in `generate(assistant_model="user/drafter")`, "mtp" and "ngrams": loaded once a target.
 
-A drafter named in a call is loaded once for a target, and kept for as long as the target lives. A pipeline loads its
-assistant itself, from transformers' own registries; see `register_drafter`.
+A pipeline loads its assistant itself, from transformers' own registries; see `register_drafter`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Forwards and functions of fixed shapes, compiled as `generate()` compiles its decoding step, texts in tensors of
-fixed size and place, as these need them, and the time of a device.
-"""
+"""Forwards and functions of fixed shapes, compiled as `generate()` compiles its decoding step; the time of a device."""
 
 from __future__ import annotations
 

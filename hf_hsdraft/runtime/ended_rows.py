@@ -1,9 +1,7 @@
 """Ended rows of a batch leave the cache: forwards read only the others, and at the end the ended rows are put back.
 
-In a batch that goes on, other texts take their places.
-
-Plain decoding reads padding for them until the last row has ended. With trees that is expensive, as every row is as
-wide as the widest. A cache that outlives the call gets the padding at the end, in a few forwards.
+Plain decoding reads padding for them until the last row has ended. A cache that outlives the call gets the padding at
+the end, in a few forwards. In a batch that goes on, other texts take their places.
 """
 
 from __future__ import annotations

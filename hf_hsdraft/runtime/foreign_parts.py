@@ -1,8 +1,7 @@
 """What no trial of a target can see: the user's code that may follow the text, its length, or the number of forwards.
 
-A trial reads a few tokens at one place of the text. Layers that map hidden states can be tried so, unless they keep
-state (`Watch`). Inputs derived from the whole text, parts that are given positions, hooks that count
-forwards, and adapters or experts that depend on how many tokens a forward reads cannot.
+Layers that map hidden states can be tried, unless they keep state (`Watch`). Inputs derived from the whole text, parts
+that are given positions, hooks, and adapters or experts that depend on how many tokens a forward reads cannot.
 """
 
 from __future__ import annotations

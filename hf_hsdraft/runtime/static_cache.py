@@ -1,8 +1,4 @@
-"""Drafts in a `StaticCache`: tensors of fixed size and place, as a compiled forward needs them.
-
-Nodes are read into the slots after the text, the accepted ones are moved to its end, and the count is reset to there.
-Later slots are masked.
-"""
+"""Drafts in a `StaticCache`: tensors of fixed size and place, whose count is reset to the end of the accepted nodes."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """Loads a target for the command line: a Hub name, a folder, a GGUF file, or the embedded default.
 
-Targets larger than a device are spread over several (`device_map`), or sharded over processes that accelerate started
-with an FSDP or ZeRO 3 config. Embeddings and output rows always stay whole: drafters read them.
+Large targets are spread over devices (`device_map`), or sharded over processes that accelerate started with an FSDP or
+ZeRO 3 config. Embeddings and output rows always stay whole: drafters read them.
 
-A GGUF file is dequantised to a cached copy. The cache key is the SHA-256 of the file, since two files may share name
-and size. Hashing several gigabytes takes seconds, so the digest is cached under path, device, inode, size, mtime and
-ctime; unlike an mtime, a ctime cannot be set back. Timestamps may be up to two seconds coarse: a file modified less
-than that before it was hashed may change again within the same timestamp, so its digest is not cached.
+A GGUF file is dequantised to a copy, cached by the SHA-256 of the file. That takes seconds, so the digest is cached
+under path, device, inode, size, mtime and ctime, unless the file was modified so recently that it may change again
+within the same timestamp.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The target in a call: taps, forwards over trees or chains, committing paths, rolling back the rest.
 
-It alone owns the cache while a call runs. `target_limits` has what model and cache tell about themselves, and
-`findings` tries the rest.
-
-Its forwards may be accelerated without changing the output: compiled on GPUs, grouped and packed on CPUs.
+It alone owns the cache while a call runs. Its forwards may be accelerated without changing the output: compiled on
+GPUs, grouped and packed on CPUs.
 """
 
 from __future__ import annotations

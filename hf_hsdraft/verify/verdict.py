@@ -1,7 +1,4 @@
-"""Verification: what a rule sees of a draft tree's nodes, its verdict, and the rule that is exact for any tree.
-
-Most rules choose the next token at a node. `walk` follows the choices for as long as they were drafted.
-"""
+"""Verification: what a rule sees of a draft tree's nodes, its verdict, and the rule that is exact for any tree."""
 
 from __future__ import annotations
 

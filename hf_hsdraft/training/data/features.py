@@ -1,7 +1,7 @@
-"""Computes what training reads of the target: taps and final hidden states.
+"""What training reads of the target, taps and final hidden states: computed in every step, or once and kept on disk.
 
-They are computed in every step, or once and kept on disk. Where the target's forward costs more than a training step of
-the drafter, as on CPUs, the disk pays from the second epoch on. A position takes (taps + 1) x hidden size x 2 bytes.
+The disk pays from the second epoch on where the target's forward costs more than a training step, as on CPUs. A
+position takes (taps + 1) x hidden size x 2 bytes.
 """
 
 from __future__ import annotations

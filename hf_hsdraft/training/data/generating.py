@@ -1,7 +1,4 @@
-"""What the target writes for training: answers (DistillSpec, section 4), texts and user turns.
-
-The hidden states that it computes meanwhile can be recorded, so that nothing is read again.
-"""
+"""What the target writes for training: answers (DistillSpec, section 4), texts, user turns, and what it reads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What a training run learns from, what it makes, and how it learns.
+"""What a training run learns from, what it makes, and how it learns. Nothing heavy is imported.
 
-Each option of `hsdraft train` is declared here once, with type, default, limit, panel of the help and sentence: typer
-makes the command's options of `TrainingPlan`, and transformers' `HfArgumentParser` those of `LearningOptions`. Nothing
-heavy is imported.
+Each option of `hsdraft train` is declared here once, with type, default, limit, panel of the help and sentence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Checks whether training sees what decoding sees, at every depth and on the same text.
 
-A shift by one between training and decoding raises no exception: training accuracy is nearly perfect, and hardly any
-draft is accepted. So the logits of the training forward are compared with those of a real `generate()` call, for the
-drafter and for the target.
+A shift by one raises no exception: training accuracy is nearly perfect, and hardly any draft is accepted. So logits of
+the training forward are compared with those of a real `generate()` call.
 """
 
 from __future__ import annotations

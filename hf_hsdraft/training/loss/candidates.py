@@ -1,12 +1,11 @@
-"""Columns of a draft vocabulary that stand for all of it in the loss.
+"""Columns of a draft vocabulary that stand for all of it in the loss, whose head is most of a training step.
 
-The head over a whole vocabulary, at every depth of every chain, is most of a training step. Predictions need few of its
-columns: those that the target finds probable for one of them, and a sample of the others. A column v of the sample was
-drawn with probability pi(v) and weighs w(v) = 1 / pi(v), the others weigh 1 (Horvitz and Thompson). So the weighted sum
-over the columns estimates a sum over the vocabulary without bias: the normaliser of the drafter's softmax (sampled
-softmax; Bengio and Senecal 2008), and any divergence that is a sum over tokens. It is enough to add log w(v) to the
-logits of drafter and target: softmax(l + log w) = w(v) q(v), and the weights cancel in each ratio of p and q. The
-logarithm of the estimated normaliser is biased by about minus half its relative variance.
+Compared are the columns that the target finds probable for a prediction, and a sample of the others. A column v of the
+sample was drawn with probability pi(v) and weighs w(v) = 1 / pi(v), the others weigh 1 (Horvitz and Thompson). So the
+weighted sum estimates a sum over the vocabulary without bias: the normaliser of the drafter's softmax (sampled softmax;
+Bengio and Senecal 2008), and any divergence that is a sum over tokens. It is enough to add log w(v) to the logits of
+drafter and target, as the weights cancel in each ratio of p and q. The logarithm of the estimated normaliser is biased
+by about minus half its relative variance.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The training loss, which compares every draft depth with the target's distribution.
-
-Logits exist only for a chunk of predictions at a time. See `chains` for what is predicted.
-"""
+"""The training loss, which compares each draft depth with the target's distribution, some predictions at a time."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """Training objectives: how far the drafter's distribution q is from the target's p.
 
 A divergence takes logits of the drafter and of the target over the draft vocabulary, both `[N, V']`, and returns one
-value for each row, `[N]`, in nats. It is zero exactly where both distributions are equal. Where columns stand for all
-of the vocabulary, the logarithm of a column's weight is added to both logits, and each divergence is the weighted sum
-over the columns (see `candidates`).
-
-The divergences are from DistillSpec, section 4; `methods/losses.py` has further ones. `ce_tv` aims at the acceptance of
-rejection sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q).
+value for each row, `[N]`, in nats; zero where both distributions are equal. Where columns stand for all of the
+vocabulary, it is their weighted sum (see `candidates`). The divergences are from DistillSpec, section 4;
+`methods/losses.py` has further ones. `ce_tv` aims at the acceptance of rejection sampling, 1 - TV(p, q).
 """
 
 from __future__ import annotations
