@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import torch
 from training_helpers import decodes_as_plain, interrupted, planned, run
 
 from hf_hsdraft.training.loop.budget import TimeBudget
-from hf_hsdraft.training.loop.progress import Reporter
+from hf_hsdraft.training.loop.progress import TrainingProgress
 from hf_hsdraft.training.loop.run_folder import steps_done
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
@@ -56,27 +57,34 @@ def test_a_process_killed_after_its_last_checkpoint_is_resumed(chatty, tokenizer
 
 
 def test_a_run_stopped_ten_times_is_the_run_that_was_not_stopped(chatty, tokenizer, tmp_path, monkeypatch):
-    """Each time in the middle of a step after a checkpoint; tau and the time left are shown from the first step on."""
-    fields, original, stops = {"max_steps": 11, "eval_steps": 1, "save_total_limit": 1}, DrafterTrainer.compute_loss, 0
-    whole = run(chatty, tokenizer, planned(tmp_path / "whole", "hidden-state", cache_taps=True), **fields)
-    plan, said = planned(tmp_path / "stopped", "hidden-state", cache_taps=True), list[str]()
+    """It stops in the middle of each step, and shows the tau that an earlier process measured."""
+    fields, stops, shown = {"max_steps": 11, "eval_steps": 1, "save_total_limit": 1}, 0, list[str]()
+    plan = planned(tmp_path, "hidden-state", cache_taps=True)
+    whole = run(chatty, tokenizer, dataclasses.replace(plan, out=str(tmp_path / "whole")), **fields)
+    loss_of, told = DrafterTrainer.compute_loss, TrainingProgress.on_step_end
 
     def stopping(self, *args, **kwargs):
         nonlocal stops
-        loss = original(self, *args, **kwargs)
-        if self.state.global_step > stops and self.model.training:
+        loss = loss_of(self, *args, **kwargs)
+        if self.state.global_step > stops:
             stops += 1
             raise KeyboardInterrupt
         return loss
 
+    def noting(self, *args, **kwargs):
+        told(self, *args, **kwargs)
+        shown.append(self._stage.line())
+
     monkeypatch.setattr(DrafterTrainer, "compute_loss", stopping)
+    monkeypatch.setattr(TrainingProgress, "on_step_end", noting)
     for step in range(1, 11):
         with pytest.raises(KeyboardInterrupt):
-            run(chatty, tokenizer, plan, Reporter(said.append, every=0.0), **fields)
-        assert steps_done(tmp_path / "stopped" / "out") == stops == step
+            run(chatty, tokenizer, plan, **fields)
+        assert steps_done(tmp_path / "out") == stops == step
     drafter = run(chatty, tokenizer, plan, **fields)
-    shown = [line for line in said if line.startswith("training: 10/11 steps")]
-    assert shown and all(re.search(r"tau \d\.\d\d at step 9; about .* left|, tau|10/11 steps", line) for line in shown)
+    for step, line in enumerate(shown[1:], 2):
+        assert re.match(rf"training: {step}/11 steps, loss \d+\.\d+, .*tau \d\.\d\d at step {step - 1}", line)
+    assert len(shown) == 11 and steps_done(tmp_path / "out") == 11
     for name, weight in whole.state_dict().items():
         assert weight.equal(drafter.state_dict()[name]), name
 
