@@ -65,19 +65,11 @@ def verify_server(
     if (certificate is None) != (key is None):
         raise typer.BadParameter("a certificate and its key go together", param_hint="--certificate")
     limits = ServerLimits(
-        max_sessions=max_sessions,
-        max_bytes=max_mebibytes << 20,
-        max_connections=4 * max_sessions,
-        max_per_address=max_per_address,
-        hello_seconds=hello_seconds,
-        idle_seconds=idle_seconds,
-        keep_seconds=keep_seconds,
-        max_length=max_length,
-        max_nodes=max_nodes,
-        max_batch=max_batch,
-        max_columns=max_columns,
-        wait_seconds=None if wait_ms is None else wait_ms / 1000,
-    )
+        max_sessions=max_sessions, max_bytes=max_mebibytes << 20, max_connections=4 * max_sessions,
+        max_per_address=max_per_address, hello_seconds=hello_seconds, idle_seconds=idle_seconds,
+        keep_seconds=keep_seconds, max_length=max_length, max_nodes=max_nodes, max_batch=max_batch,
+        max_columns=max_columns, wait_seconds=None if wait_ms is None else wait_ms / 1000,
+    )  # fmt: skip
     token = _token(token_file)
     listener = bound_socket(host, port)
     tls = None if certificate is None or key is None else server_tls(str(certificate), str(key))

@@ -86,30 +86,18 @@ def serve(
 
     hosts = allowed_hosts(host, allowed_host or ())
     limits = RequestLimits(
-        max_body=max_body_mebibytes << 20,
-        max_prompt=max_prompt,
-        prompt_seconds=prompt_seconds,
-        max_stops=max_stops,
-        max_beams=max_beams,
-        max_requests=max_requests,
-    )
+        max_body=max_body_mebibytes << 20, max_prompt=max_prompt, prompt_seconds=prompt_seconds, max_stops=max_stops,
+        max_beams=max_beams, max_requests=max_requests,
+    )  # fmt: skip
     listener = bound_socket(host, port)
     name = target or DEFAULT_TARGET
     with without_workers():  # a thread of the server decodes
         model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     attachment = None if loaded is None else attach(model, loaded)
     application = build_app(
-        model,
-        tokenizer,
-        name,
-        attachment,
-        limits,
-        hosts=hosts,
-        api_key=api_key,
-        client_templates=client_templates,
-        max_batch_size=batch,
-        prefix_cache_tokens=prefix_cache,
-    )
+        model, tokenizer, name, attachment, limits, hosts=hosts, api_key=api_key, client_templates=client_templates,
+        max_batch_size=batch, prefix_cache_tokens=prefix_cache,
+    )  # fmt: skip
     server = Server(application, "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns at each request
     address = f"http://{host}:{listener.getsockname()[1]}"
