@@ -252,10 +252,8 @@ def find_out(
         size: of the drafts that are wanted. They may be no deeper than the finding says.
         reach: number of positions after each text that a forward may read.
         chains: whether no trees will be drafted in any case.
-        ragged: whether rows may differ in length, where only trees can be read. If they are misread, each row continues
-            with trees of one node: plain decoding of a batch under a mask of kept slots.
+        ragged: whether rows may differ in length, where only trees can be read.
         tries: whether to try what is unknown.
-        doubling: see `known_until`.
         in_any: whether a flag is set in any process, where all have to run the same forwards.
     """
     target, length = runtime.target, runtime.length + 1

@@ -182,8 +182,7 @@ class TargetRuntime(tree_reading.TargetCall):
         outputs: of the last forward.
         columns, read_again: the drafts' columns in it, and the columns before them that were read again.
         batch: the trees read last, on the device; `None` if they were read as chains or ahead.
-        ahead: verifies trees instead by `verify(trees, columns)`, unless that returns `None`; set by methods that read
-            nodes before. `None` for most calls.
+        ahead: set by methods that read nodes before: `verify(trees, columns)` verifies unless it returns `None`.
         reused_share: share of the layers' work in verifying trees that `ahead` had done before.
     """
 

@@ -136,6 +136,18 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
                 assert lines <= longest[type(node)], f"{path.name}: {node.name} has {lines} lines"
 
 
+LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
+    "core": 2000, "engine": 2160, "runtime": 3730, "verify": 625, "generate": 575, "training": 6700, "bench": 2030,
+    "cli": 2230,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_a_room_stays_small(room: str) -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (PACKAGE / room).rglob("*.py"))
+    assert lines <= LINES[room]
+
+
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:
     """What measures once and what is compared with stays in the checkout."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]

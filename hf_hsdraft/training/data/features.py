@@ -52,12 +52,8 @@ class Features:
 class FeatureCache:
     """Features of a target on disk, in shards: a conversation's are computed once, whatever it comes with.
 
-    Keys are digests of target, taps and tokens. Processes share the work.
-
-    Args:
-        tap_layers: indices into `hidden_states`, ascending.
-        identity: fingerprint of the target.
-        report: is told how far it is, and of each damaged file. What that held is computed again.
+    Keys are digests of the target's `identity`, of the taps (ascending indices into `hidden_states`) and of tokens.
+    Processes share the work. What a damaged file held is computed again.
     """
 
     def __init__(
@@ -245,13 +241,9 @@ def read_features(
 
 
 class LikelyTokens:
-    """The target's most probable tokens, kept beside each shard, so that no further epoch computes its whole head.
+    """The target's `count` most probable tokens, kept beside each shard, so that no further epoch computes its head.
 
-    Args:
-        head: `[V', D]`, the target's output rows of the draft vocabulary.
-        vocab_ids: `[V']`, int64, its token ids.
-        count: number of tokens at each position.
-        report: called with a line about each damaged file, which is made again.
+    `head` `[V', D]` are its output rows of the draft vocabulary, `vocab_ids` `[V']`, int64, their token ids.
     """
 
     def __init__(

@@ -131,16 +131,13 @@ def recipe_of(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identi
 
 
 class Answering:
-    """Lets the target answer the prompts of a run, and invent them first if the plan says so.
-
-    Rows on disk are not made again.
+    """Lets the target answer the prompts of a run, and invent them first if the plan says so. Rows on disk are kept.
 
     Args:
-        identity: fingerprint of the target.
         features: keeps what the target reads as it answers, for training.
         grows: whether training may begin before all is answered. Prompts are then invented and answered part by part,
             in random order, and the documents that the target writes for prompts are conversations too.
-        seconds: returns the time left for answers; `None` for no limit. On a slow machine less is made then.
+        seconds: returns the time left for answers; `None` for no limit.
     """
 
     def __init__(
@@ -420,16 +417,10 @@ class StreamPlace(TrainerCallback, ExportableState):
 
 
 class ChatStream(IterableDataset[Any]):
-    """Conversations in the order of learning, without end.
+    """Conversations in the order of learning, without end: the `known` ones, of which `begin` are not new, and groups.
 
-    New conversations come in groups. Each time, as many earlier ones are drawn as it takes to learn each `passes` times
-    on average. When no new ones are left, all are drawn again and again.
-
-    Args:
-        known: conversations that are there at the start.
-        groups: yields further ones, as they are answered.
-        passes: how often each is learned, on average.
-        begin: number of known conversations that are not new, the first ones.
+    With each group as many earlier conversations are drawn as it takes to learn each `passes` times on average. When no
+    new ones are left, all are drawn again and again.
     """
 
     def __init__(

@@ -23,14 +23,7 @@ from .plan import TEMPERATURES
 
 
 class TapRecorder(Drafter):
-    """An assistant that drafts nothing, and keeps the tapped hidden states of each row of the last call.
-
-    Rows that have ended leave the batch, and compiled layers serve it, as in any drafted call.
-
-    Args:
-        taps: indices into `hidden_states`, ascending.
-
-    """
+    """An assistant that drafts nothing, and keeps the hidden states `taps` of each row of the last call."""
 
     num_draft_steps = 1
 
@@ -148,9 +141,7 @@ class Reply:
 class TargetWriter:
     """Lets a target write messages and texts, one call of `generate()` for several at once.
 
-    Args:
-        recorder: keeps the hidden states of what is read for messages.
-        seconds: returns the time that a call may take, after which texts are cut; `None` for no limit.
+    A `recorder` keeps the hidden states of what is read for messages. Texts are cut after `seconds()`, unless `None`.
     """
 
     def __init__(
@@ -266,10 +257,9 @@ def answer_prompts(
 
     Args:
         shuffled: whether the batches behind the first come in random order, for learning from them as they arrive.
-        temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
+        temperatures: values to draw each prompt's temperature from; 0 is greedy.
         invented_turns: number of further user turns that the target makes up in each chat, and answers.
-        recorder: keeps the hidden states of what is read.
-        seconds: returns the time for the next turn of a batch, whose answers are cut then; `None` for no limit.
+        recorder, seconds: see `TargetWriter`.
     """
     writer, guesser = TargetWriter(target, tokenizer, recorder, seconds), TargetWriter(target, tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}

@@ -152,14 +152,11 @@ def invent_prompts(
 
     Args:
         count: number of prompts in the end, with those in the store; fewer if the target can invent no more.
-        store: keeps the `turns` of each prompt and the name of its `kind`.
         max_prompt_tokens: greatest number of tokens of a first turn. Documents are limited to fit.
         recorder: keeps the hidden states of what is read for documents.
-        on_document: called with the kind of each document, the request for it and what the target wrote: a chat to
-            learn from.
+        on_document: called with a document's kind, the request for it and what the target wrote.
         on_given_up: called with the name of each kind that is given up for the others.
-        seconds: returns the greatest time of a batch; `None` for no limit. What is unfinished then is left out, and
-            later batches are smaller.
+        seconds: returns the greatest time of a batch, after which smaller ones follow; `None` for no limit.
     """
     header, open_kinds, idle = user_header(tokenizer), list(kinds), Counter[str]()
     known, have, batch, limit = set[str](), Counter[str](), 0, batch_size

@@ -49,20 +49,16 @@ def answer_by_server(
     """Lets a server answer prompts, and yields each conversation when it is finished, in no particular order.
 
     The server is tried at once, with the key in `HSDRAFT_API_KEY`, if there is any. A prompt's temperature and seed
-    depend on `seed` and its key alone. Closing the iterator, or an error, drops unfinished conversations without
-    waiting for their requests. `transformers serve --continuous-batching` samples every request as it samples the first
-    one, so use it for greedy answers only.
+    depend on `seed` and its key alone. Closing the iterator, or an error, drops unfinished conversations. `transformers
+    serve --continuous-batching` samples every request as the first one, so use it for greedy answers only.
 
     Args:
         url: URL of the server, with or without `/v1`.
-        prompts: prompts; duplicate keys are answered once.
+        prompts: duplicate keys are answered once.
         model: name of the target on the server; `None` for the only model that it lists. `transformers serve` lists no
             folders: pass the path that it was started with.
-        temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
-        max_new_tokens: greatest number of tokens of an answer.
+        temperatures: values to draw each prompt's temperature from; 0 is greedy.
         concurrency: number of conversations at once.
-        seed: seed of all draws.
-        max_retries: greatest number of retries of a request, with growing pauses.
         on_skip: called with each prompt that the server refuses or leaves without an answer, and the reason.
 
     Raises:

@@ -138,9 +138,8 @@ def record_target(
 ) -> None:
     """Records a drafter's target in its configuration, so that `target_match` can recognise the target.
 
-    The target writes a text, and the drafter guesses along. All processes of a sharded target have to take part. `name`
-    is `None` for the name by which the target was loaded. After `seconds`, if given, no text is recorded, or a shorter
-    one. A drafter for a target of other sizes is a ValueError.
+    The target writes a text, and the drafter guesses along. After `seconds`, if given, no text is recorded, or a
+    shorter one. A drafter for a target of other sizes is a ValueError.
     """
     config = drafter.config
     config.target_reference = None

@@ -110,10 +110,7 @@ def sample_chains(
     pad_to_multiple_of: int = 1,
     starts: torch.Tensor | None = None,
 ) -> Chains:
-    """Draws chain starts from every conversation of a pack.
-
-    The draws from a conversation depend on its seed alone, not on the rest of the pack, so two processes with half of
-    the pack each learn from the same chains as one process with all of it.
+    """Draws chain starts from every conversation of a pack, by the conversation's seed alone, whatever is in the pack.
 
     Args:
         per_conversation: greatest number of chains of a conversation.
