@@ -6,7 +6,6 @@ A pipeline loads its assistant itself, from transformers' own registries; see `r
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
 from ..drafters.lookup.cacheback import CachebackDrafter
 from ..drafters.mtp.drafter import MtpDrafter
+from ..runtime.module_hooks import experience_of
 
-_loaded: weakref.WeakKeyDictionary[Any, dict[str | Path, Any]] = weakref.WeakKeyDictionary()
 _lock = new_rlock()
 _MTP, NGRAMS = "mtp", "ngrams"  # no files; a folder of such a name is "./mtp", or a `Path`
 
@@ -98,7 +97,7 @@ def follow(drafter: Any, target: Any) -> None:
 def drafter_of(target: Any, name: str | os.PathLike[str]) -> Any:
     """A target's drafter of this name, loaded on first use; see `load_for`."""
     with _lock:  # concurrent calls load it once
-        known = _loaded.setdefault(target, {})
+        known = experience_of(target).drafters
         key = name if isinstance(name, str) else Path(name)
         if key not in known:
             known[key] = load_for(target, key)

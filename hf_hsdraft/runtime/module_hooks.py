@@ -41,6 +41,7 @@ class Experience:
     # Whether it has returned no cache. As it may keep states in its modules, later calls are refused before the
     # prompt.
     cacheless: bool = False
+    drafters: dict[Any, Any] = field(default_factory=dict)  # those that calls named, by name
     capturing: _Calls | None = None  # the drafted calls that run, and what was installed before them
 
 
