@@ -61,30 +61,20 @@ class TrainableFamily:
 
     In shapes S are chains, K draft steps, D the size of a drafted state, V' the draft vocabulary, N predictions. Depth
     d of the chain at position i predicts x_{i+2+d}. Its parent, the last token that it may know, is x_{i+1+d}.
-
-    Attributes:
-        name: name of the family, as `hsdraft train --family` takes it.
-        drafter: class of its drafters.
-        reads_tokens: whether drafted states depend on the path's tokens. If they do, each further token of a path takes
-            another forward.
-        model, weights: a drafter and what it borrows of its target, once `predictions` has bound them.
-        least: fields of the smallest drafter, with which a target is tried.
-        arguments: training arguments whose defaults differ for this family.
-        takes_adapters: whether its drafters load adapters (LoRA).
-        follows_drafts: whether its chains can follow other tokens than the text's, as most data policies want.
-        starts_afresh: whether a drafter can be trained from random weights.
     """
 
-    name: str
-    drafter: Any
-    model: Any
-    weights: TargetWeights
+    name: str  # name of the family, as `hsdraft train --family` takes it
+    drafter: Any  # class of its drafters
+    model: Any  # a drafter, once `predictions` has bound it
+    weights: TargetWeights  # what it borrows of its target
+    # Whether drafted states depend on the path's tokens. If they do, each further token of a path takes another
+    # forward.
     reads_tokens = False
-    least: Mapping[str, Any]
-    arguments: Mapping[str, Any] = {}
-    takes_adapters = False
-    follows_drafts = True
-    starts_afresh = True
+    least: Mapping[str, Any]  # fields of the smallest drafter, with which a target is tried
+    arguments: Mapping[str, Any] = {}  # training arguments whose defaults differ for this family
+    takes_adapters = False  # whether its drafters load adapters (LoRA)
+    follows_drafts = True  # whether its chains can follow other tokens than the text's, as most data policies want
+    starts_afresh = True  # whether a drafter can be trained from random weights
 
     @property
     def fields(self) -> set[str]:

@@ -28,15 +28,10 @@ logger = logging.get_logger(__name__)
 
 
 class PublishedFamily(TrainableFamily):
-    """Families whose configurations are frozen dataclasses without drafting options.
+    """Families whose configurations are frozen dataclasses without drafting options."""
 
-    Attributes:
-        config: class of the configurations, with `for_target(target, **fields)`.
-        free: fields of a configuration on which no weights depend.
-    """
-
-    config: Any
-    free: tuple[str, ...] = ("target_name",)
+    config: Any  # class of the configurations, with `for_target(target, **fields)`
+    free: tuple[str, ...] = ("target_name",)  # fields of a configuration on which no weights depend
 
     @property
     def fields(self) -> set[str]:
