@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ pytest.importorskip("matplotlib")
 
 from hf_hsdraft.training.evaluate import pictures
 from hf_hsdraft.training.evaluate.pictures import draw_pictures
+from hf_hsdraft.training.loop.results import RenewedPictures
 
 HISTORY = [
     {"step": 10, "loss": 2.0, "learning_rate": 1e-4, "accuracy_1": 0.3, "accuracy_2": 0.2, "regression": 0.1},
@@ -44,6 +46,17 @@ def test_all_pictures_are_drawn_and_nothing_else(tmp_path):
     assert names(written) == ["learning_curves.png", "acceptance.png", "calibration.png"]
     assert sorted(folder.iterdir()) == sorted(written)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_pictures_of_a_run_are_renewed_by_each_evaluation(tmp_path):
+    renewed, drawn = RenewedPictures(tmp_path), []
+    for history in (HISTORY[:3], HISTORY):
+        renewed.on_evaluate(None, SimpleNamespace(log_history=history, is_world_process_zero=True), None)
+        drawn.append({path.name: path.read_bytes() for path in tmp_path.iterdir()})
+    assert drawn[0].keys() == drawn[1].keys() == {"learning_curves.png", "acceptance.png"}
+    assert all(drawn[0][name] != drawn[1][name] for name in drawn[0])
+    RenewedPictures(tmp_path / "other").on_evaluate(None, SimpleNamespace(is_world_process_zero=False), None)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from transformers import __version__ as transformers_version
 
 from ..._version import __version__
@@ -66,6 +67,17 @@ def save(
         recipe |= {"adapter_name": plan.adapter_name} if out != Path(plan.out) else {}
     write_json(out / RECIPE, recipe)
     write_card(out, Path(plan.out).resolve().name)
+
+
+class RenewedPictures(TrainerCallback):
+    """Draws the pictures of a run into its folder again after each evaluation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            draw_pictures(state.log_history, None, self._folder)
 
 
 def _tau(trainer: DrafterTrainer) -> float | None:

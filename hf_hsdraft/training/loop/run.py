@@ -36,7 +36,7 @@ from . import run_folder as folder
 from .arguments import DrafterTrainingArguments
 from .budget import ANSWERS, FIRST_ANSWERS, TimeBudget
 from .progress import Reporter, TrainingProgress
-from .results import name_data_set, publish, save, saved, untrained, what_is_computed
+from .results import RenewedPictures, name_data_set, publish, save, saved, untrained, what_is_computed
 from .start import (
     check_learning,
     check_target_can_teach,
@@ -248,12 +248,12 @@ class _Run:
         dataset: Any = readable(tokenized)
         model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
         last, patience = folder.last_checkpoint(Path(plan.out)), args.early_stopping_patience
-        callbacks: list[Any] = [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]
+        callbacks: list[Any] = [RenewedPictures(plan.results)]
+        callbacks += [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]
         train_dataset: Any = Subset(dataset, range(held_out, len(pairs)))
         if groups is not None:
             answered = (readable(self._answered(group, amount)) for group in groups)
-            samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-            samples *= folder.steps_done(Path(plan.out))
+            samples = args.train_batch_size * args.gradient_accumulation_steps * folder.steps_done(Path(plan.out))
             place = StreamPlace.after(samples, plan.passes, folder.callback_of(last, StreamPlace))
             train_dataset = ChatStream(train_dataset, answered, plan.passes, args.seed, place.begin)
             callbacks.append(place)
