@@ -182,8 +182,8 @@ def _removed(target: nn.Module, before: frozenset[_Place]) -> bool:
         for module in flagged:
             del module.__dict__[_FLAG]
         # One that started earlier needs the hooks until its forward ends.
-        modules, captured = set(target.modules()), _capturing_models() if new else ()
-        if any(not modules.isdisjoint(model.modules()) for model in captured):
+        captured = [part for model in _capturing_models() for part in model.modules()] if new else []
+        if captured and not set(captured).isdisjoint(target.modules()):
             for module in flagged:
                 module.__dict__[_FLAG] = True
             return False
