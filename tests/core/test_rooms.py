@@ -137,8 +137,8 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 2000, "engine": 2160, "runtime": 3730, "verify": 625, "generate": 575, "training": 6700, "bench": 2030,
-    "cli": 2230,
+    "core": 2010, "engine": 2160, "runtime": 3730, "verify": 625, "generate": 575, "training": 6700, "bench": 2030,
+    "cli": 2240,
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def test_training_that_ends_early_says_why(budget):
 
 
 def test_training_shows_its_last_figures_and_the_last_tau():
-    figures = [{"eval_tau": 1.5, "step": 2}, {"eval_tau": 1.75, "step": 4}, {"loss": 2.0, "step": 6}]
+    figures = [{"eval_tau": 1.5, "step": 2}, {"loss": 2.0, "step": 4}, {"eval_tau": 1.75, "step": 4}]
     stage, state = Stage("training", "steps"), SimpleNamespace(max_steps=40, global_step=7, log_history=figures)
     TrainingProgress(stage).on_step_end(None, state, None)
     assert stage.note == "loss 2.000, tau 1.75 at step 4"

@@ -149,8 +149,8 @@ class TrainingProgress(TrainerCallback):
         self._stage, self._budget = stage, budget
 
     def _note(self, state: Any, *further: str) -> str:
-        history = reversed(state.log_history)  # that of earlier runs included
-        loss, tau = (next((each for each in history if name in each), {}) for name in ("loss", "eval_tau"))
+        history: list[dict[str, Any]] = state.log_history[::-1]  # that of earlier runs included
+        loss, tau = (next((each for each in history if name in each), None) for name in ("loss", "eval_tau"))
         found = [f"step {state.global_step:,}"] * (self._budget is not None) + [figures_in_words(loss) if loss else ""]
         found += [f"tau {tau['eval_tau']:.2f} at step {tau['step']:,}"] if tau else []
         return ", ".join(filter(None, [*found, *further]))
