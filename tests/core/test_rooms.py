@@ -137,7 +137,7 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 2010, "engine": 2160, "runtime": 3730, "verify": 625, "generate": 575, "training": 6700, "bench": 2030,
+    "core": 2060, "engine": 2200, "runtime": 3740, "verify": 625, "generate": 575, "training": 6700, "bench": 2030,
     "cli": 2240,
 }  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_a_process_killed_after_its_last_checkpoint_is_resumed(chatty, tokenizer
 
 def test_a_run_stopped_ten_times_is_the_run_that_was_not_stopped(chatty, tokenizer, tmp_path, monkeypatch):
     """It stops in the middle of each step, and shows the tau that an earlier process measured."""
-    fields, stops, shown = {"max_steps": 11, "eval_steps": 1, "save_total_limit": 1}, 0, list[str]()
+    fields, stops, shown = {"max_steps": 11, "eval_steps": 1}, 0, list[str]()
     plan = planned(tmp_path, "hidden-state", cache_taps=True)
     whole = run(chatty, tokenizer, dataclasses.replace(plan, out=str(tmp_path / "whole")), **fields)
     loss_of, told = DrafterTrainer.compute_loss, TrainingProgress.on_step_end
