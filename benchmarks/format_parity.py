@@ -28,11 +28,12 @@ def cases() -> dict[str, Callable[[], Any]]:
         heads_parity,
         mtp_alone_parity,
         mtp_parity,
+        pard_parity,
     )
 
     families = (
         assistant_parity, block_parity, block_variants, eagle_parity, flashmap_parity, heads_parity,
-        mtp_alone_parity, mtp_parity,
+        mtp_alone_parity, mtp_parity, pard_parity,
     )  # fmt: skip
     return {
         case.name: partial(family.parity, case)

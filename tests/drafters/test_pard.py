@@ -9,6 +9,7 @@ import torch
 from conftest import VOCAB, make_target
 from family_helpers import near
 from lm_helpers import padded, tiny, with_fixed
+from oracles import pard_parity
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
@@ -65,6 +66,11 @@ def test_each_depth_has_the_probabilities_of_a_plain_forward(target, kind):
         for row, depth in depths.items():
             right = expected(drafter.model, texts[row], vocabulary, depth)
             torch.testing.assert_close(found[row][:depth], right, atol=1e-4, rtol=1e-4)
+
+
+def test_drafts_of_a_call_are_those_of_plain_forwards():
+    found = pard_parity.parity(pard_parity.CASES[0])
+    assert found.difference < 1e-4 and found.rounds > 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
