@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
 import typer
-from click.core import ParameterSource
 from typer.core import TyperCommand
 
 from ..core.methods import offered
@@ -147,8 +146,9 @@ def train(context: typer.Context, **options: Any) -> None:
 
     run_on = {name: options.pop(name) for name in options_of(RunOptions)}
     target, quick, chat_template = (run_on[name] for name in ("target", "quick", "chat_template"))
-    named_by = context.get_parameter_source
-    given = {name: value for name, value in options.items() if named_by(name) is ParameterSource.COMMANDLINE}
+    sources = {name: context.get_parameter_source(name) for name in options}
+    on_line = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    given = {name: options[name] for name in on_line}
     place, named = run_on["device"] or _own_device(), target or DEFAULT_TARGET
     if "lora" in given and "init_from" not in given:
         raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
