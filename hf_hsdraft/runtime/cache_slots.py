@@ -296,9 +296,9 @@ class CacheSlots:
         give_room_back(few.cache)  # buffers are the other rows'
         return few
 
-    def mark(self, before_commit: bool = False) -> Mark:
+    def mark(self, before_commit: bool = False, whole: bool = False) -> Mark:
         """Records the state; with `before_commit` also of windows and convolutions, which forget earlier states at a
-        commit.
+        commit, and with `whole` of slots that the user's code may drop, which takes twice the memory.
         """
         copies, held = {}, {}
         for index, layer in enumerate(self.layers):
@@ -306,7 +306,7 @@ class CacheSlots:
             if (self.recurrent and not layer.is_croppable) or (before_commit and forgets):
                 copies[index] = copy.deepcopy(layer)
             elif self.static is None:
-                held[index] = _held_by(layer)
+                held[index] = _held_by(layer, whole)
         return Mark(self.length, copies, held)
 
     def roll_back(self, mark: Mark) -> None:
@@ -332,14 +332,14 @@ class CacheSlots:
         self.roll_back(mark)
 
 
-def _held_by(layer: Any) -> dict[str, Any]:
+def _held_by(layer: Any, whole: bool) -> dict[str, Any]:
     """Attributes of a cache layer that can drop tokens, without copying tensors.
 
     Forwards and commits replace these tensors and never write into them. Keys and values that only grow at their end
-    are left out: cutting restores them, and keeping both would take twice the memory.
+    are left out unless `whole`: cutting restores them, and keeping both would take twice the memory.
     """
     if type(layer) in (DynamicLayer, GrowingLayer):
-        return {}
+        return {name: vars(layer)[name] for name in ("keys", "values") if whole and name in vars(layer)}
     grows = () if getattr(layer, "is_sliding", False) else ("keys", "values")
     copied = (dict, list)  # states by their number or name
     return {

@@ -30,6 +30,7 @@ import torch
 from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of
 from .cache_slots import cache_layers, layer_class
+from .foreign_parts import any_harmless
 from .misreading import computing_dtype, distances_of, is_full, measured_tolerance, rounds_inputs, usual_tolerance
 from .module_hooks import experience_of, fingerprint
 from .target_limits import known_until, slots_read_alike, text_config
@@ -98,7 +99,7 @@ def problem_of(
 def _apart(runtime: TargetRuntime) -> Iterator[TargetRuntime]:
     """A runtime that reads on from the same state, which the cache has again afterwards."""
     outer = runtime.apart()
-    mark = outer.slots.mark(before_commit=True)
+    mark = outer.slots.mark(before_commit=True, whole=any_harmless())
     try:
         yield outer.apart()
     finally:

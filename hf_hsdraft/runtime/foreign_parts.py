@@ -74,6 +74,11 @@ def is_harmless(function: Any) -> bool:
     return _harmless.get(id(code)) is code
 
 
+def any_harmless() -> bool:
+    """Whether any function was declared harmless."""
+    return bool(_harmless)
+
+
 def is_foreign(function: Any) -> bool:
     """Whether a function, or one that it wraps, is not a known library's, and was not declared harmless."""
     try:

@@ -230,6 +230,7 @@ class TargetCall:
 
     slots: CacheSlots  # from the prompts' forward on
     rows: TextRows
+    trees: bool
 
     def __init__(self, target: Any, kwargs: dict[str, Any], acceleration: Any) -> None:
         self.target, self.kwargs, self.names = target, dict(kwargs), Names(target)
@@ -311,7 +312,7 @@ class TargetCall:
         """Notes that slots were lost; raises a DraftingRefused if plain decoding would not have lost them there."""
         self.drops = True
         in_a_round = self.entered is not None  # and not in a trial
-        if size > 1 or len(self.rows.kept) > 1 or not in_a_round:
+        if size > 1 or (len(self.rows.kept) > 1 and self.trees) or not in_a_round:
             raise dropped(self.target)
 
     def go_on(self, outputs: Any, new_tokens: int) -> None:

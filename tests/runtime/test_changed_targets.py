@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hsdraft import CachebackDrafter, attach, harmless
+from hf_hsdraft.core.cache_name import given_cache
 from hf_hsdraft.runtime import findings
 from hf_hsdraft.runtime.misreading import computing_dtype, measured_tolerance
 from hf_hsdraft.runtime.module_hooks import experience_of, fingerprint
@@ -129,6 +130,24 @@ def test_a_target_that_changes_is_tried_again(change, rows):
             for _ in range(3):  # a refusal counts once it was found twice
                 text, drafts, statistics = drafted(target, inputs, other)
                 assert text.equal(other) and not drafts, statistics
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("most", [13, 16])
+def test_slots_that_a_hook_drops_in_a_trial_are_there_again_after_it(most, rows):
+    """The text continues without drafts, and loses slots where plain decoding does."""
+    target, inputs = make_target(), prompts(rows)
+
+    @harmless
+    def dropping(module, args, kwargs, output):
+        for layer in given_cache(kwargs).layers:
+            layer.keys, layer.values = layer.keys[:, :, -most:], layer.values[:, :, -most:]
+
+    target.model.register_forward_hook(dropping, with_kwargs=True)
+    plain = target.generate(**inputs, **GREEDY)
+    for _ in range(2):
+        text, drafts, statistics = drafted(target, inputs, plain)
+        assert text.equal(plain) and not drafts and "loses tokens" in str(statistics.stepped_aside)
 
 
 def test_the_fingerprint_tells_hooks_adapters_and_dtypes_apart():
