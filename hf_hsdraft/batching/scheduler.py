@@ -242,7 +242,7 @@ class ContinuousBatching:
                 break
             try:
                 budget -= read_on([reading for _, reading, _ in self._reading], budget)
-            except Exception as error:  # then the first is read by itself
+            except Exception as error:  # of the first, which is read by itself where reading several fails
                 request, *_ = self._reading.pop(0)
                 self._gone.append(FinishedText(request.index, None, error))
             done = [each for each in self._reading if not each[1].left]

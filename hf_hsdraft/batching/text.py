@@ -115,10 +115,14 @@ def read_on(readings: Sequence[Reading], most: int) -> int:
     for each in together:
         each.begin()
     before = sum(each.read for each in together)
-    if len(together) == 1:
+    alone = len(together) == 1
+    if not alone:
+        try:
+            _read_together(together, first.read)
+        except Exception:  # which may be that of another prompt
+            alone = True
+    if alone:
         first.go_on(most)
-    else:
-        _read_together(together, first.read)
     return sum(each.read for each in together) - before
 
 

@@ -563,6 +563,17 @@ def test_short_prompts_are_read_in_one_forward(kind: str, common: int, monkeypat
         assert new_tokens(found[index].output, options) == new_tokens(alone(target, options), options)
 
 
+def test_a_prompt_that_cannot_be_read_fails_alone(target: Any) -> None:
+    """It would be read in one forward with the others."""
+    requests = [{"input_ids": torch.tensor([[5, 6, 7, 8 + index]]), "max_new_tokens": 5} for index in range(4)]
+    requests[2]["input_ids"][0, 0] = VOCAB
+    for done in generate_many(target, requests, CachebackDrafter()):
+        if done.index == 2:
+            assert isinstance(done.error, IndexError)
+        else:
+            assert done.error is None and done.output.tolist() == alone(target, requests[done.index]).tolist()
+
+
 def test_least_lengths_are_the_library_s(target: Any) -> None:
     target = make_target(eos_token_id=[4, 9])
     ids = torch.randint(6, VOCAB, (1, 6), generator=torch.Generator().manual_seed(1))
