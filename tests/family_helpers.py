@@ -27,6 +27,7 @@ BLOCKS = {
     "fill-in": {"markov_rank": 0, "sample_from_anchor": False},
     "sliding": {"sights": (Sight(5, True, True), Sight(4))},
     "selector": {"markov_rank": 0, "selector_rank": 8, "selector_top_k": 6, "conv_kernel_size": 2},
+    "xpress": {"markov_rank": 0, "xpress_rank": 8, "sample_from_anchor": False},
     "part": {"draft_vocab_ids": tuple(range(1, VOCAB, 3))},
     "own mask": {"learned_mask": True, "markov_rank": 0},
 }

@@ -135,7 +135,11 @@ class BlockSession(ParallelSession):
         super().observe(news)
         if self.drafter.refiner_head is not None:
             for each in news:
-                self._before[each.row] = [*self._before.get(each.row, ()), *each.following[-2:].tolist()][-2:]
+                self._before[each.row] = [*self._before.get(each.row, ()), *each.earlier, *each.tokens][-2:]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        self._before = {row: known for row, known in self._before.items() if row in rows}
 
     def _since(self) -> torch.Tensor | None:
         """The head's states `[B, 1, S]` before the roots: of the token before the anchor, or else of the anchor."""
