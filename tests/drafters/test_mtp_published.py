@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 
 import pytest
 import torch
-from oracles import mtp_alone_parity, mtp_parity
+from oracles import mtp_alone_parity, mtp_blocks, mtp_parity
 from oracles.plain_texts import padded
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
@@ -81,6 +82,7 @@ def test_layers_alone_in_their_files_draft_as_those_in_the_targets(tmp_path):
     own = MtpDrafter.for_target(target).layers.model.layers.state_dict()
     read = drafter.session(Call(target, 1, DraftOptions.of(drafter)))._layers.model.layers.state_dict()
     assert own.keys() == read.keys() and all(torch.equal(own[name], read[name]) for name in own)
+    drafter.check(torch.compile(target))
     checkpoint = Checkpoint.open(folder)
     assert recognise(checkpoint).fit(checkpoint, TargetInfo.of_model(target), ()).evidence == Evidence.SIZES
     other = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
@@ -93,6 +95,23 @@ def test_layers_that_nothing_here_computes_are_told_apart():
     target = tiny_model(AutoModelForCausalLM._model_mapping[type(config)], config)
     with pytest.raises(DraftingRefused, match="mix several streams of hidden states"):
         MtpDrafter.for_target(target)
+
+
+def test_parts_whose_states_are_not_kept_by_node_are_refused(tmp_path):
+    mtp_blocks.nemotron(tmp_path)
+    path = tmp_path / "config.json"
+    for parts in (["linear_attention", "full_attention", "moe"], ["full_attention", "full_attention"], ["moe"]):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "mtp_layers_block_type": parts}))
+        with pytest.raises(DraftingRefused, match="expected one attention and no Mamba"):
+            MtpDrafter.for_target(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_drafter_is_shown_after_its_target_is_gone(tmp_path):
+    case = next(case for case in mtp_parity.CASES if case.model_type == "glm4_moe")
+    drafter = MtpDrafter.for_target(mtp_parity.published(case, tmp_path).target)
+    shown = repr(drafter)
+    gc.collect()
+    assert drafter._target() is None and repr(drafter) == shown
 
 
 def test_layers_with_scales_are_read_as_the_numbers_that_they_stand_for(tmp_path):

@@ -21,6 +21,7 @@ from ...core.fields import Fields
 from ...core.refusals import DraftingRefused
 from ...hub.checkpoint import Checkpoint, speculators_type, target_of
 from ...hub.drafter_files import CONFIG, DamagedFile
+from ...runtime.target_parts import decoding_model
 from ..base.draft_options import default_options
 from ..base.protocol import Call, Drafter, Read
 from ..base.published_format import check_proposals
@@ -35,11 +36,15 @@ _MARK_OF_SPECULATORS = "mtp_layers.0.input_proj.weight"
 _LAYERS = "transformer_layer_config"
 
 
+def _of_target(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The fields of config.json that are the target's."""
+    table = checkpoint.config.get(_LAYERS) if speculators_type(checkpoint) else checkpoint.config
+    return table if isinstance(table, Mapping) else {}
+
+
 def _read(checkpoint: Checkpoint) -> MtpConfig:
     """What config.json tells of the target; raises a DamagedFile if its sizes are missing."""
-    of_speculators = bool(speculators_type(checkpoint))
-    table = checkpoint.config.get(_LAYERS) if of_speculators else checkpoint.config
-    table = table if isinstance(table, Mapping) else {}
+    of_speculators, table = bool(speculators_type(checkpoint)), _of_target(checkpoint)
     vocab_size, hidden_size = (table.get(name) for name in ("vocab_size", "hidden_size"))
     if not (is_integer(vocab_size) and is_integer(hidden_size)):
         place = checkpoint.folder / CONFIG
@@ -113,7 +118,8 @@ class NextnDrafter(Drafter):
         return Read("layers", layers, depth, width), Read("head", head, depth, width, borrowed=True)
 
     def of_target(self, target: Any) -> MtpDrafter:
-        """Returns the drafter of a target; raises a DraftingRefused if its class has no such layers."""
+        """Returns the drafter of a target, wrapped or not; a DraftingRefused if its class has no such layers."""
+        target = decoding_model(target)
         if target not in self._drafters:
             layers = MtpLayers.apart(target, self._checkpoint, self._kind)
             self._drafters[target] = MtpDrafter(target, layers, self.config, self._checkpoint.folder)
@@ -121,8 +127,7 @@ class NextnDrafter(Drafter):
 
 
 def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
-    table = checkpoint.config[_LAYERS] if speculators_type(checkpoint) else checkpoint.config
-    same = table.get("model_type") == target.config.get_text_config().model_type
+    same = _of_target(checkpoint).get("model_type") == target.config.get_text_config().model_type
     return fit_of(_read(checkpoint), target, named) if same else None
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.checks import demand
+
 PARTS = "mtp_layers_block_type"  # field of Nemotron-H: types of the parts of a layer
 
 
@@ -43,6 +45,8 @@ def parts_in_turn(decoder: Any) -> type[nn.Module]:
         def __init__(self, config: Any, layer_idx: int) -> None:
             super().__init__()
             kinds, types = config.layer_types, getattr(config, PARTS)
+            whole = types.count("full_attention") == 1 and "linear_attention" not in types
+            demand(whole, PARTS, types, "expected one attention and no Mamba, whose states are not kept by node")
             config.layer_types = types
             self.parts = nn.ModuleList(part(config, index) for index in range(len(types)))
             config.layer_types = kinds

@@ -207,6 +207,7 @@ class MtpDrafter(Drafter):
         of_target = MtpConfig(vocab_size=text.vocab_size, target_hidden_size=text.hidden_size, target_name=name)
         self.config, self.tried, self.trials = config or of_target, dict[str, str](), 0
         self.num_draft_steps = max(layers.count, LEAST_STEPS)
+        self._last = len(target.get_decoder().layers)  # hidden state
         self.generation_config = self.default_generation_config()
 
     @classmethod
@@ -223,9 +224,8 @@ class MtpDrafter(Drafter):
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
-        target: Any = self._target()
-        last = len(target.get_decoder().layers)
-        return (last,) if self.config.last_tap_is_normed else before_norm((last,), last)
+        last = (self._last,)
+        return last if self.config.last_tap_is_normed else before_norm(last, self._last)
 
     @property
     def device(self) -> Any:
