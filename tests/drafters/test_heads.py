@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 from oracles import heads_parity
-from oracles.format_parity import PROMPTS, texts_of
+from oracles.format_parity import PROMPTS, texts_of, tiny_target
 from oracles.heads_parity import CASES, TOKENS, _shared_target
 from safetensors.torch import load_file, save_file
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.core.cache_name import CACHE
+from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base import auto_drafter
 from hf_hsdraft.drafters.base.registry import TargetInfo
 from hf_hsdraft.hub.checkpoint import CachedModel, Checkpoint
@@ -94,6 +95,13 @@ def test_files_that_are_something_else_are_refused(name, change, told, tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=told):
         AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_a_layer_of_other_heads_than_the_targets_is_refused():
+    _, drafter = loaded("Hydra++")
+    other = tiny_target(vocab_size=TOKENS, num_key_value_heads=1)
+    with pytest.raises(DraftingRefused, match="this drafter's layer"):
+        other.generate(torch.tensor([PROMPTS[0]]), assistant_model=drafter, max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...core.checks import integer, setting
+from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
@@ -97,6 +98,13 @@ class PrefixHydraDrafter(HydraDrafter):
 
     def check(self, target: Any) -> None:
         super().check(target)
+        config, heads = self.config, heads_of(text_config(target))
+        found = tuple(heads["head_dim"] * heads[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+        if found != (config.query_size, config.key_size):
+            raise DraftingRefused(
+                f"the target's heads make queries and keys of {found[0]} and {found[1]} numbers, this drafter's layer "
+                f"{config.query_size} and {config.key_size}: it was trained for another target"
+            )
         self.prefix_embeding_layer.like(target)
 
     def session(self, call: Call) -> HeadsSession:
