@@ -8,12 +8,13 @@ import pytest
 import torch
 from conftest import make_target
 from family_helpers import near
-from oracles import assistant_parity, eagle_parity, mtp_alone_parity, mtp_parity
+from oracles import assistant_parity, eagle_parity, heads_parity, mtp_alone_parity, mtp_parity
 from oracles.eagle_by_hand import by_hand
 
-from hf_hsdraft import AutoDrafter, CausalLMDrafter, generate_many
-from hf_hsdraft.drafters.base import published
+from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter, generate_many
+from hf_hsdraft.drafters.base import saved_drafter
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
+from hf_hsdraft.methods.cascade.cascade_drafter import CascadeDrafter
 
 PROMPTS = [[5, 9, 11, 3], [7, 8, 60, 61, 62, 7, 8], [40, 41, 42], [2, 3], [11, 12, 13, 14, 15]]
 
@@ -93,19 +94,26 @@ def test_a_saved_drafter_drafts_as_it_did(kind, tmp_path):
     assert first.statistics.accepted_lengths == second.statistics.accepted_lengths != []
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", "Medusa"])
-def test_saving_pushes_where_it_is_asked_to(name, tmp_path, monkeypatch):
-    from oracles import heads_parity
+SAVED = {
+    "EAGLE-3": lambda target: by_hand(target).loaded(),
+    "Medusa": lambda target: heads_parity.medusa(target).loaded(),
+    "n-grams": lambda target: CachebackDrafter(),
+    "language model": lambda target: CausalLMDrafter(near(target)),
+    "cascade": lambda target: CascadeDrafter([CachebackDrafter(), CausalLMDrafter(near(target))], [3, 2]),
+}
 
-    target = eagle_parity.eagle_target()
-    make = by_hand if name == "EAGLE-3" else heads_parity.medusa
-    drafter, sent = make(target).loaded(), []
-    monkeypatch.setattr(
-        published, "push", lambda folder, repo_id, **options: sent.append((repo_id, options, set(folder.iterdir())))
-    )
-    drafter.save_pretrained(tmp_path / "mine", target_name="user/target")
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saving_pushes_where_it_is_asked_to(name, tmp_path, monkeypatch):
+    drafter, sent = SAVED[name](eagle_parity.eagle_target()), []
+    for push in ("push", "push_as_it_is"):
+        monkeypatch.setattr(
+            saved_drafter, push, lambda folder, repo_id, **given: sent.append((repo_id, given, set(folder.iterdir())))
+        )
+    told = {"target_name": "user/target"} if drafter.saved_as else {}
+    drafter.save_pretrained(tmp_path / "mine", **told)
     assert not sent
-    drafter.save_pretrained(tmp_path / "mine", target_name="user/target", push_to_hub=True, private=True)
+    drafter.save_pretrained(tmp_path / "mine", **told, push_to_hub=True, private=True)
     drafter.save_pretrained(tmp_path / "mine", push_to_hub=True, repo_id="user/other", revision="one")
     names = {path.name for path in (tmp_path / "mine").iterdir()}
     assert [each[:2] for each in sent] == [("mine", {"private": True}), ("user/other", {"revision": "one"})]

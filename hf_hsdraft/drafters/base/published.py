@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
-from ...hub.publication import push
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes, rotary_of
@@ -33,7 +31,6 @@ from .saved_drafter import Placement, SavedDrafter, take_options
 from .target_weights import TargetWeights
 
 MOST_LAYERS, MOST_TAPS = 64, 64
-_OF_A_PUSH = ("private", "revision", "token", "create_pr", "commit_message", "commit_description")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,28 +328,15 @@ class PublishedNetwork(nn.Module, SavedDrafter):
             raise ValueError(other)
         return drafter
 
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        target_name: str = "",
-        push_to_hub: bool = False,
-        repo_id: str | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], target_name: str = "", **kwargs: Any) -> None:
         """As in `SavedDrafter`, in the speculators format. `target_name` is by default the configuration's.
 
-        With `push_to_hub` it is pushed too, as `repo_id` or by the folder's name, with the options of
-        `hub.publication.push`. Raises a ValueError for an invalid option, or if the format cannot express what the
-        drafter computes.
+        Raises a ValueError for an invalid option, or if the format cannot express what the drafter computes.
         """
-        super().save_pretrained(save_directory, files=self.in_files(target_name))
-        if push_to_hub:
-            with tempfile.TemporaryDirectory() as stage:  # the folder may hold other files
-                self.save_pretrained(stage, target_name)
-                options = {name: kwargs[name] for name in _OF_A_PUSH if name in kwargs}
-                push(Path(stage), repo_id or Path(save_directory).resolve().name, **options)
+        super().save_pretrained(save_directory, target_name=target_name, **kwargs)
 
-    def write(self, folder: Path, files: SpeculatorsFiles) -> None:  # type: ignore[override]
+    def write(self, folder: Path, target_name: str = "", **kwargs: Any) -> None:
+        files = self.in_files(target_name)
         weights = {name: tensor.detach().contiguous().cpu() for name, tensor in files.tensors.items()}
         (folder / CONFIG).write_text(json.dumps(files.document, indent=2) + "\n", encoding="utf-8")
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})

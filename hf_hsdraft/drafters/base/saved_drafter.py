@@ -209,14 +209,27 @@ class SavedDrafter(Drafter):
         """Returns the subfolders that it, or a former drafter in a folder, fills alone."""
         return ()
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Writes configuration, weights if any, drafting options and a card; raises a ValueError for an invalid option.
 
-        An existing folder's files are replaced once all are written. `kwargs` of transformers models are accepted and
-        ignored.
+        An existing folder's files are replaced once all are written. With `push_to_hub` they are pushed too, as
+        `repo_id` or by the folder's name, with the arguments of that method. Others of transformers are ignored.
         """
+        folder, hub = Path(save_directory), {name: kwargs.pop(name) for name in _OF_A_PUSH if name in kwargs}
+        self.save_files(folder, **kwargs)
+        if push_to_hub:
+            self._push(repo_id or folder.resolve().name, kwargs, hub)
+
+    def save_files(self, folder: Path, **kwargs: Any) -> None:
+        """Writes what `save_pretrained` does; `kwargs` are its arguments without those of a push."""
         self.check_options()
-        folder = Path(save_directory)
         with complete_folder(folder, self.subfolders(folder)) as partial:
             self.write(partial, **kwargs)
             write_options(self.generation_config, partial)
@@ -230,9 +243,12 @@ class SavedDrafter(Drafter):
 
         Without a card, other files of the repository are ignored.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return (push if self.has_card else push_as_it_is)(Path(folder), repo_id, **kwargs)
+        return self._push(repo_id, {}, kwargs)
+
+    def _push(self, repo_id: str, saving: Mapping[str, Any], hub: Mapping[str, Any]) -> Any:
+        with tempfile.TemporaryDirectory() as stage:  # a folder may hold other files
+            self.save_files(Path(stage), **saving)
+            return (push if self.has_card else push_as_it_is)(Path(stage), repo_id, **hub)
 
 
 class WeightlessDrafter(SavedDrafter):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,16 +246,16 @@ class ModelDrafter(nn.Module, SavedDrafter):
         drafter.model = load_model(checkpoint, **kwargs)
         return drafter
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save_files(self, folder: Path, **kwargs: Any) -> None:
         """Saves the model, its tokenizer, and the drafting options in a separate file.
 
         `AutoModelForCausalLM` can load the folder too. `kwargs` go to the model; an invalid option raises a ValueError.
         """
         self.check_options()
-        self.model.save_pretrained(save_directory, **kwargs)
+        self.model.save_pretrained(folder, **kwargs)
         if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(save_directory)
-        write_options(self.generation_config, save_directory, DRAFTING_OPTIONS)
+            self.tokenizer.save_pretrained(folder)
+        write_options(self.generation_config, folder, DRAFTING_OPTIONS)
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -235,14 +234,14 @@ class SteeredLMDrafter(CausalLMDrafter):
         drafter.steer_by(steering.to(drafter.device, drafter.dtype))
         return drafter
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """As `CausalLMDrafter.save_pretrained`, with the steering in a small file; a ValueError if there is none."""
+    def save_files(self, folder: Path, **kwargs: Any) -> None:
+        """As in `CausalLMDrafter`, with the steering in a small file; a ValueError if there is none."""
         if self.steering is None:
             raise ValueError(_NO_STEERING)
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_files(folder, **kwargs)
         tensors = {name: tensor.contiguous() for name, tensor in self.steering.state_dict().items()}
         sizes = {_SIZES: json.dumps(vars(self.steering.sizes))}
-        write_complete(Path(save_directory) / STEERING, lambda partial: save_file(tensors, partial, metadata=sizes))
+        write_complete(folder / STEERING, lambda partial: save_file(tensors, partial, metadata=sizes))
 
     def check(self, target: Any) -> None:
         if self.steering is None:
