@@ -52,7 +52,8 @@ def test_every_draft_is_the_references_own(case):
         pytest.importorskip("deepspec.modeling")
     found = parity(case, EVERY)
     assert found.difference < 1e-4, found
-    assert found.accepted > ("quantised" not in case.name) and found.rejected > 1, found
+    least = 1 if "quantised" in case.name else 2  # rounds: random integers leave little of the text in a state
+    assert found.accepted >= least and found.rejected > 1, found
 
 
 @pytest.fixture
