@@ -411,10 +411,12 @@ class LoadRequest(_Strict):
 
 def told(error: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the field of a pydantic error, and a message that names it."""
+    if error["type"] == "json_invalid":
+        return "", f"the body is not JSON: {error['ctx']['error']}, at character {error['loc'][-1]}"
     labels = ("str", "int", "bool", "[key]", "body")  # of unions and dictionaries
     parts = [str(part) for part in error["loc"] if part not in labels and not str(part).startswith(("list[", "lit"))]
     field, said = printable(".".join(parts), 80), str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
         return field, f"`{field}` is missing"
-    found = "" if error["type"] in ("json_invalid", "value_error") else f", found {printable(repr(error['input']), 60)}"
+    found = "" if error["type"] == "value_error" else f", found {printable(repr(error['input']), 60)}"
     return field, f"`{field}`: {said}{found}" if field else said

@@ -163,6 +163,14 @@ def test_a_body_that_is_no_request_is_refused(served, body):
     assert status in (400, 422) and json.loads(answer)["error"]["message"]
 
 
+def test_an_error_says_where_a_body_stops_being_json(served):
+    body = b'{"model": "tiny", "messages": [}'
+    status, answer = sent(served.port, CHAT, body)
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, None)
+    assert "not JSON" in error["message"] and f"character {body.index(b'}')}" in error["message"]
+
+
 def test_a_long_body_is_refused_while_it_is_read(served):
     with healthy(served):
         for size in (3 << 20, 95 << 20):
