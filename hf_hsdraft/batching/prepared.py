@@ -117,6 +117,7 @@ class Prepared:
             "its prompt is padded": mask is not None and not bool(mask.all()),
             "its prompt has positions of its own": not plain,
             "its prompt is given as embeddings": kwargs.get("inputs_embeds") is not None,
+            "its prompt has no tokens": length == 0,
             "it has further inputs": any(
                 isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known
             ),

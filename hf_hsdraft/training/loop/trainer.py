@@ -67,6 +67,11 @@ class TrainingDiverged(RuntimeError):
     """The loss became infinite or not a number. Earlier checkpoints are good."""
 
 
+def collate(conversations: Sequence[Features | TokenizedConversation]) -> dict[str, Any]:
+    """Returns the conversations of a step as they are: they are packed where the target can make features."""
+    return {"conversations": list(conversations)}
+
+
 class DrafterTrainer(Trainer):
     """Trains a drafter against a frozen target.
 
@@ -115,9 +120,7 @@ class DrafterTrainer(Trainer):
             _recompute_layers(drafter)
             args.activation_checkpointing = False  # the Trainer's works only for layers called as modules
         with _without_frozen_config(drafter):
-            # Conversations are packed where the target can make features.
-            collator = lambda conversations: {"conversations": list(conversations)}  # noqa: E731
-            super().__init__(model=model, args=args, data_collator=collator, **kwargs)
+            super().__init__(model=model, args=args, data_collator=collate, **kwargs)
         if self.budget.limited:
             self.add_callback(self.budget)
         if report is not None:
