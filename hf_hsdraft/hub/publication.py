@@ -53,7 +53,7 @@ from .model_card import is_generated, read_recipe, write_card
 
 logger = logging.get_logger(__name__)
 
-REQUIREMENTS = "transformers>=5.23\ntransformers<5.25\ntorch>=2.6\n"  # of travelling code
+REQUIREMENTS = "transformers>=5.23\ntorch>=2.6\n"  # of travelling code
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 

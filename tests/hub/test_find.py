@@ -81,9 +81,13 @@ def with_mtp_layers(folder: Path) -> None:
     sizes |= {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "max_position_embeddings": 64}
     made = Glm4MoeForCausalLM(Glm4MoeConfig(vocab_size=VOCAB, **sizes, num_mtp_layers=1, pad_token_id=0)).eval()
     made.save_pretrained(folder)
+    own = MtpModel(made, 1)
+    for name, weight in own.named_parameters():
+        if ".experts." in name:  # which are made without values
+            torch.nn.init.normal_(weight, std=0.02)
     layers = {
         f"model.layers.46.{name.removeprefix('layers.0.').removeprefix('mtp_block.')}": tensor.clone()
-        for name, tensor in MtpModel(made, 1).state_dict().items()
+        for name, tensor in own.state_dict().items()
         if name.startswith("layers.")
     }
     file = folder / "model.safetensors"
