@@ -226,7 +226,7 @@ class Tuning:
     # Number of rows up to which quantised weights are multiplied as such; more are worth dequantising them - by hand.
     small_rows: int = 96
     # The same of a GGUF file's blocks without AMX, in bfloat16 or float32 - measured: small_products.py, AMD EPYC.
-    rows_of_blocks: int = 27
+    rows_of_blocks: int = 64
     packed_bytes: int = 2**31  # number of bytes of all copies in the process, unless they are asked for - by hand
 
     # --- Compiled layers of a target, on CPUs ---
