@@ -244,11 +244,7 @@ def test_a_hook_that_drops_tokens_ends_the_drafts(rows, most):
     if most < 20:  # the target is tried with the text's own tokens
         drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
     assert plain != call(False)
-    if rows > 1 and most > 11:  # dropped after the prompts, where rows of a batch cannot follow
-        with pytest.raises(ValueError, match="loses tokens while it is read"):
-            call(True, assistant_model=drafter)
-    else:
-        assert call(True, assistant_model=drafter) == plain
+    assert call(True, assistant_model=drafter) == plain
     attachment = attach(target, drafter)
     try:
         assert call(True) == plain and attachment.statistics.calls == 0
