@@ -66,6 +66,14 @@ def test_files_of_one_name_and_size_have_their_own_weights(tmp_path):
             assert torch.equal(embedding(path), expected)
 
 
+def test_the_fields_of_a_file_are_parsed_once(tmp_path, monkeypatch):
+    parsed, parse, reader = [], gguf.GGUFReader._build_fields, gguf.GGUFReader
+    monkeypatch.setattr(reader, "_build_fields", lambda self, *args: parsed.append(1) or parse(self, *args))
+    expected = write(tmp_path / "model.gguf", 0)
+    assert torch.equal(embedding(tmp_path / "model.gguf"), expected)
+    assert len(parsed) == 1 and gguf.GGUFReader is reader
+
+
 def test_a_replaced_file_is_another_one_although_size_mtime_and_inode_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(target_loading, "_RESOLUTION", 0)  # so that its digest is remembered at once
     path = tmp_path / "model.gguf"
