@@ -34,6 +34,11 @@ def remember_file(target: nn.Module, file: Path) -> None:
             _sources[weight] = file, name, getattr(config, "num_hidden_layers", 0)
 
 
+def file_of(target: nn.Module) -> Path | None:
+    """The GGUF file that a target's weights were dequantised from; `None` if there is none."""
+    return next((_sources[weight][0] for weight in target.parameters() if weight in _sources), None)
+
+
 def copy_of_blocks(weight: torch.Tensor) -> SmallCopy | None:
     """A copy of a weight by its blocks; `None` where it has none, they differ from it, or a packed copy is quicker."""
     found = KERNEL.operators() if weight in _sources and fits(weight) else None

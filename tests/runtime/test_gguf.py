@@ -6,7 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hf_hsdraft import AutoDrafter
 from hf_hsdraft.cli import main as cli
+from hf_hsdraft.drafters.base import auto_drafter
 from hf_hsdraft.runtime import target_loading
 from hf_hsdraft.runtime.target_loading import load_target, load_tokenizer
 
@@ -112,6 +114,17 @@ def test_a_folder_that_holds_only_a_file_means_that_file(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(OSError, match="holds no model: expected a folder with config"):
         embedding(tmp_path / "empty")
+
+
+def test_a_user_is_told_of_the_file_and_not_of_its_copy(tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr(auto_drafter.logger, "warning", logged.append)
+    path = tmp_path / "model.gguf"
+    write(path, 0)
+    model, tokenizer = load_target(str(path), torch.float32)
+    AutoDrafter.for_target(model, tokenizer, local_files_only=True)
+    assert "trained for model.gguf is at hand" in logged[-1]
+    assert f"`hsdraft train --target {path} --out my-drafter` trains a drafter" in logged[-1]
 
 
 def test_what_drafting_takes_is_estimated_for_a_file(tmp_path):

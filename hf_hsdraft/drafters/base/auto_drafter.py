@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ...core.checks import printable
+from ...cpu.gguf_blocks import file_of
 from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets, target_of
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, DamagedFile, find_folder, loading, read_json
 from ...runtime.target_loading import default_drafter
@@ -301,10 +302,11 @@ class AutoDrafter:
                 continue
             logger.warning(f"drafting with {each.name} ({each.kind}): {each.why}")
             return each, drafter
-        named = printable(target.name) or type(model).__name__
+        file = file_of(model)
+        named = printable(target.name if file is None else file.name) or type(model).__name__
         logger.warning(
             f"nothing that was trained for {named} is at hand{f' ({note})' if note else ''}: drafting with n-grams; "
-            f"`{train_command(target.place or 'path/or/name')}` trains a drafter"
+            f"`{train_command(str(file or target.place) or 'path/or/name')}` trains a drafter"
         )
         return ngrams, ngrams.made(model)
 
