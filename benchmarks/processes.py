@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from runner import counts, dtype_of, keep, options, print_table, prompt_texts
 
 if TYPE_CHECKING:
-    from hf_hsdraft.bench.cold import Pair
+    from hf_hsdraft.methods.cold_calls import Pair
 
 FIRST_CALLS = (
     "plain s, drafted s: seconds of the first generate() of a process, without loading target and drafter; plain and "
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--calls", type=counts, default=[], help="numbers of concurrent calls")
     parser.add_argument("--packed-weights", choices=("true", "false"), help="default: the drafter's setting")
     given = parser.parse_args(argv)
-    from hf_hsdraft.bench.cold import Pair
+    from hf_hsdraft.methods.cold_calls import Pair
     from hf_hsdraft.runtime.target_loading import default_drafter
 
     [drafter] = given.drafter or [default_drafter(given.target) or "ngrams"]

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
-from .cold import ColdCalls
 from .profile import PARTS
 from .report import ROUND_PARTS, BenchResult, summarise
 from .run import BATCH, CONTEXT, NEW, SweepPoint
-from .systems import PLAIN
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,23 +37,6 @@ def draw_bench(result: BenchResult, folder: Path, stem: str = "bench") -> list[P
     ]
 
 
-def draw_cold(sizes: Sequence[ColdCalls], folder: Path, stem: str = "cold") -> list[Path]:
-    """Draws the milliseconds per token of each call of a process, a picture for each batch size; returns the paths."""
-    paths = []
-    for each in sizes:
-        figure = new_figure(8.0, 4.2)
-        axes = figure.subplots()
-        for index, name in enumerate(each.calls):
-            label = name if name == PLAIN else f"{name}: {each.speed_up(name):.2f} times as fast"
-            times = [1000 * seconds for seconds in each.per_token(name)]
-            _line(axes, index, label, range(1, len(times) + 1), times)
-        batch = f", batches of {each.batch_size}" if each.batch_size > 1 else ""
-        style(axes, f"Calls of a new process without compiled code{batch}", "call of the process", "ms per token")
-        axes.set_ylim(bottom=0)
-        paths.append(save_figure(_with_legend(figure), folder / f"{stem}_{each.batch_size}.png"))
-    return paths
-
-
 def _speed_up(result: BenchResult) -> Figure | None:
     groups = result.categorised()
     if not groups:
@@ -71,7 +52,7 @@ def _speed_up(result: BenchResult) -> Figure | None:
     axes.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
     style(axes, "Speed-up by category", "tokens/s over plain generate()", "")
     axes.grid(visible=False)
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
 def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], digits: str) -> None:
@@ -108,7 +89,7 @@ def _round(result: BenchResult) -> Figure | None:
     axes.set(yticks=range(len(rows)), yticklabels=list(rows))
     axes.invert_yaxis()
     style(axes, "Where a round's time goes", "milliseconds a round", "")
-    return _with_legend(figure, columns=5)
+    return with_legend(figure, columns=5)
 
 
 def _acceptance(result: BenchResult) -> Figure | None:
@@ -122,10 +103,10 @@ def _acceptance(result: BenchResult) -> Figure | None:
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     for index, (name, row) in enumerate(rows.items()):
-        _line(axes, index, name, list(row), list(row.values()))
+        draw_line(axes, index, name, list(row), list(row.values()))
     style(axes, "Rounds that accept so many drafted tokens or more", "drafted tokens", "share of rounds (0 to 1)")
     axes.set(ylim=(0, 1.02), xticks=sorted({depth for row in rows.values() for depth in row}))
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
 def _sweep(axis: str, points: Sequence[SweepPoint]) -> Figure:
@@ -135,20 +116,20 @@ def _sweep(axis: str, points: Sequence[SweepPoint]) -> Figure:
     for index, name in enumerate(names):
         measured = {point.value: point.measured for point in points if name in point.measured.others}
         speeds = [summarise(each.runs[name], each.plain).speed_up for each in measured.values()]
-        _line(axes, index, name, list(measured), speeds)
+        draw_line(axes, index, name, list(measured), speeds)
     axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
     title, label = _SWEEPS[axis]
     axes.set_xscale("log", base=2)
     axes.set_xticks([point.value for point in points], [str(point.value) for point in points])
     style(axes, title, label, "tokens/s over plain generate()")
     axes.margins(y=0.15)
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
-def _line(axes: Any, index: int, name: str, places: Sequence[float], values: Sequence[float]) -> None:
+def draw_line(axes: Any, index: int, name: str, places: Sequence[float], values: Sequence[float]) -> None:
     axes.plot(places, values, color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=name)
 
 
-def _with_legend(figure: Figure, columns: int = 2) -> Figure:
+def with_legend(figure: Figure, columns: int = 2) -> Figure:
     figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=columns)
     return figure

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bench import VARIANTS
+from ..core.methods import load
 from ..core.progress import errors, working
 from . import _shared as shared
 from ._shared import Dtype, check_fit, console, drafter_of, load_pair, loaded_target, numbers, option, prompt_texts, say
@@ -95,20 +96,19 @@ def bench(
 
 
 def _bench_cold(plan: Any, target: str | None, drafters: list[str] | None, dtype: Dtype, device: str) -> None:
-    from ..bench.cold import DEFINITIONS, Pair, run_cold
     from ..bench.plan import draw
-    from ..bench.plots import draw_cold
     from ..bench.report import define
     from ..bench.run import BATCH
 
     if len(drafters or []) > 1 or plan.profile or plan.points.keys() - {BATCH}:
         raise typer.BadParameter("--cold takes one --drafter, and no --profile, --context-lengths or --new-tokens")
-    pair = Pair(target, drafter_of(target, drafters[0] if drafters else None), dtype.torch, device)
-    found = run_cold(plan, pair, say)
+    cold = load("measuring", "cold")
+    pair = cold.Pair(target, drafter_of(target, drafters[0] if drafters else None), dtype.torch, device)
+    found = cold.run_cold(plan, pair, say)
     for each in found:
         console.print(each.table())
-    define(console, DEFINITIONS)
-    draw(plan, partial(draw_cold, found), console)
+    define(console, cold.DEFINITIONS)
+    draw(plan, partial(cold.draw_cold, found), console)
 
 
 @app.command(short_help="Time batches with and without the drafter.")

@@ -20,6 +20,7 @@ from transformers import __version__ as transformers_version
 from transformers.trainer_callback import ExportableState
 
 from ..._version import __version__
+from ...core.methods import load
 from ...runtime.target_loading import is_sharded
 from ..files import RowFolder
 from ..loop.progress import Reporter
@@ -49,7 +50,6 @@ from .generating import (
 from .inventing import Kind, chosen_kinds, invent_prompts, kind_of_openings, prompt_of, shortage
 from .overlap import PromptIndex
 from .plan import INVENTED_PROMPTS, Report, TrainingPlan
-from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)
 
@@ -185,10 +185,11 @@ class Answering:
         known = leave_near_out(self._judges, self._made(), self._report) if plan.invents else list(prompts)
         keys, done = {prompt.key for prompt in known}, self._chats.keys()
         if plan.answers_from is not None and (keys - done or (plan.invents and len(keys) < self._wanted)):
-            asked: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
+            served = load("answering", "server")
+            asked: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in served.PROBES]
             target, tokenizer = self._target, self._tokenizer
-            own = [each.text for each in TargetWriter(target, tokenizer).reply(asked, 0.0, PROBE_TOKENS)]
-            check_server(plan.answers_from, plan.server_model, self._temperatures, own)
+            own = [each.text for each in TargetWriter(target, tokenizer).reply(asked, 0.0, served.PROBE_TOKENS)]
+            served.check_server(plan.answers_from, plan.server_model, self._temperatures, own)
         rows = [row for row in self._chats.rows() if row["key"] in keys or self._is_document(row)]
         seen, chats = {row["key"] for row in rows}, len(rows)
         yield [Conversation.of(row["messages"]) for row in rows]
@@ -322,7 +323,8 @@ class Answering:
             turns |= {"recorder": self._recorder, "shuffled": self._grows, "seconds": self._left}
             return answer_prompts(self._target, self._tokenizer, prompts, **common, **turns)
         served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size}
-        answers = answer_by_server(plan.answers_from, prompts, **common, **served, on_skip=skip)
+        server = load("answering", "server")
+        answers = server.answer_by_server(plan.answers_from, prompts, **common, **served, on_skip=skip)
         return ([answered] for answered in answers)
 
     def _left(self) -> float | None:

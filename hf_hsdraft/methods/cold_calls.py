@@ -22,15 +22,17 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from ..bench.calls import Settings, processor, timed, until_end
+from ..bench.plan import BenchPlan
+from ..bench.plots import draw_line, with_legend
+from ..bench.run import BATCH, turn_order
+from ..bench.systems import PLAIN, System, Variant, make_systems, with_options
 from ..cpu.background import end_compilers
 from ..generate.by_name import found_for_targets
 from ..runtime.prompt_inputs import encode_batch
 from ..runtime.target_loading import load_target
+from ..training.evaluate.pictures import new_figure, save_figure, style
 from ..training.files import write_json
-from .calls import Settings, processor, timed, until_end
-from .plan import BenchPlan
-from .run import BATCH, turn_order
-from .systems import PLAIN, System, Variant, make_systems, with_options
 
 IN_A_ROW = 10
 DEFINITIONS = {
@@ -209,3 +211,20 @@ def time_calls(
             told = () if known is None else (known.packed_weights, known.compiled_layers, known.tau)
             calls.append(ColdCall(tokens, seconds, *told))
     return calls
+
+
+def draw_cold(sizes: Sequence[ColdCalls], folder: Path, stem: str = "cold") -> list[Path]:
+    """Draws the milliseconds per token of each call of a process, a picture for each batch size; returns the paths."""
+    paths = []
+    for each in sizes:
+        figure = new_figure(8.0, 4.2)
+        axes = figure.subplots()
+        for index, name in enumerate(each.calls):
+            label = name if name == PLAIN else f"{name}: {each.speed_up(name):.2f} times as fast"
+            times = [1000 * seconds for seconds in each.per_token(name)]
+            draw_line(axes, index, label, range(1, len(times) + 1), times)
+        batch = f", batches of {each.batch_size}" if each.batch_size > 1 else ""
+        style(axes, f"Calls of a new process without compiled code{batch}", "call of the process", "ms per token")
+        axes.set_ylim(bottom=0)
+        paths.append(save_figure(with_legend(figure), folder / f"{stem}_{each.batch_size}.png"))
+    return paths

@@ -11,9 +11,9 @@ from itertools import islice
 from threading import Event, Semaphore, Thread
 from typing import Any
 
-from .conversations import Message, Prompt
-from .generating import Answered, OnSkip, temperature_of
-from .plan import TEMPERATURES
+from ..training.data.conversations import Message, Prompt
+from ..training.data.generating import Answered, OnSkip, temperature_of
+from ..training.data.plan import TEMPERATURES
 
 # Ways to ask for samples of the whole distribution; the first that the server accepts is used. Without them, servers
 # apply the model's own top-k. `transformers serve` refuses `top_k`, and would be greedy at any temperature.

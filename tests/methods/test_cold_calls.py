@@ -6,9 +6,9 @@ import pytest
 from conftest import make_drafter, write_prompts
 from typer.testing import CliRunner
 
-from hf_hsdraft.bench.cold import ColdCall, ColdCalls
 from hf_hsdraft.bench.systems import PLAIN
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.methods.cold_calls import ColdCall, ColdCalls
 
 
 def calls(*seconds: float, tokens: int = 10) -> list[ColdCall]:

@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
-from ...core.checks import printable
-from ...core.draft_tree import Expansion, TreeBatch
-from ...core.refusals import DraftingRefused
-from ...core.tensors import on_device
-from ...hub.checkpoint import Checkpoint
-from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.tree_reading import AttentionKind, as_attention_takes_it, tree_mask
-from ..base.draft_options import DraftOptions
-from ..base.plain_config import TargetSizes
-from ..base.protocol import Accepted, Ask, Call, Read, weights_of
-from ..base.registry import Fit, Format, TargetInfo, fields_told, fit_of, misfit, register_format
-from ..base.target_weights import borrow
-from ..base.tree_session import LevelExpansion, TreeSession
-from .lm_drafter import ModelDrafter
-from .lm_files import read_config
+from ..core.checks import printable
+from ..core.draft_tree import Expansion, TreeBatch
+from ..core.refusals import DraftingRefused
+from ..core.tensors import on_device
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.plain_config import TargetSizes
+from ..drafters.base.protocol import Accepted, Ask, Call, Read, weights_of
+from ..drafters.base.registry import Fit, Format, TargetInfo, fields_told, fit_of, misfit, register_format
+from ..drafters.base.target_weights import borrow
+from ..drafters.base.tree_session import LevelExpansion, TreeSession
+from ..drafters.language_model.lm_drafter import ModelDrafter
+from ..drafters.language_model.lm_files import read_config
+from ..hub.checkpoint import Checkpoint
+from ..runtime.target_limits import decoder_layers, text_config
+from ..runtime.tree_reading import AttentionKind, as_attention_takes_it, tree_mask
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 

@@ -20,12 +20,12 @@ from conftest import make_target, write_prompts
 from packaging.version import Version
 from training_helpers import end_briefly
 
+from hf_hsdraft.methods import answers_by_server as server_module
+from hf_hsdraft.methods.answers_by_server import Answered, answer_by_server
 from hf_hsdraft.training.data import gather
-from hf_hsdraft.training.data import server as server_module
 from hf_hsdraft.training.data.conversations import Prompt
 from hf_hsdraft.training.data.gather import Answering
 from hf_hsdraft.training.data.plan import TrainingPlan
-from hf_hsdraft.training.data.server import Answered, answer_by_server
 from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
 
@@ -321,7 +321,7 @@ def test_an_error_ends_the_process_although_requests_are_under_way():
     code = """
 import sys, time
 from hf_hsdraft.training.data.conversations import Prompt
-from hf_hsdraft.training.data.server import answer_by_server
+from hf_hsdraft.methods.answers_by_server import answer_by_server
 slow, wrong = Prompt("a", ("slow",)), Prompt("b", ("w1", "wrong"))
 list(answer_by_server(sys.argv[1], [slow, wrong], concurrency=2))
 """

@@ -20,8 +20,8 @@ from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Call
 from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo, recognise
-from hf_hsdraft.drafters.language_model.gemma4_assistant import Gemma4AssistantDrafter
 from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.methods.gemma4_assistant import Gemma4AssistantDrafter
 
 WIDE = {"tree_size": 60, "beam_width": 40}  # so much of the vocabulary that random drafts are often right
 plain_case, sliding_case = CASES[:2]
