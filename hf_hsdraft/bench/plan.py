@@ -14,6 +14,7 @@ import transformers
 from rich.console import Console
 
 from ..core.checks import public_name
+from ..core.methods import load
 from ..core.progress import EVERY
 from ..drafters.base.protocol import Drafter
 from ..runtime.prompt_inputs import encode_prompts
@@ -21,7 +22,6 @@ from ..training.data.conversations import Prompt
 from ..training.files import write_json
 from ..training.loop.progress import Reporter
 from .calls import Settings, processor
-from .profile import profile
 from .report import BenchResult, as_document
 from .run import Measured, check_points, measure, read_questions, sweep
 from .systems import PLAIN, System, Variant, make_systems, parse_variants
@@ -136,7 +136,7 @@ def run_plan(
         with report.stage("profile", "variants", len(ours)) as stage:
             for system in ours:
                 speed_up = summaries[system.name].decode_speed_up
-                found = profile(target, system, inputs[:PROFILED], plan.settings, speed_up)
+                found = load("measuring", "profile").profile(target, system, inputs[:PROFILED], plan.settings, speed_up)
                 if found is not None:
                     result.profiles[system.name] = found
                 stage.advance(stage.done + 1)

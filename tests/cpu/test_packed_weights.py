@@ -20,13 +20,13 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.bench import profile
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.systems import System
 from hf_hsdraft.cli import _try
 from hf_hsdraft.core.stand_ins import Placed
 from hf_hsdraft.cpu import packed_weights as module
 from hf_hsdraft.cpu.packed_weights import PackedWeights, has_kernel, linears_to_pack
+from hf_hsdraft.methods import round_profile as profile
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.pacing import MeasuredCosts
 

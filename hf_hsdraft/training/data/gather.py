@@ -48,7 +48,6 @@ from .generating import (
     row_of,
 )
 from .inventing import Kind, chosen_kinds, invent_prompts, kind_of_openings, prompt_of, shortage
-from .overlap import PromptIndex
 from .plan import INVENTED_PROMPTS, Report, TrainingPlan
 
 Asked = TypeVar("Asked", Conversation, Prompt)
@@ -98,13 +97,16 @@ def read_sources(
     return finished, [unique[key] for key in order][: plan.num_prompts]
 
 
-def judges_of(plan: TrainingPlan) -> PromptIndex | None:
-    """Returns the prompts that a plan excludes, if any."""
-    found = [chat.turns for path in plan.exclude_near for chat in read_chats(path)]
-    return PromptIndex(found) if plan.exclude_near else None
+def judges_of(plan: TrainingPlan) -> Any:
+    """Returns the index of the prompts that a plan excludes; `None` if there are none."""
+    if not plan.exclude_near:
+        return None
+    return load("excluding", "near").PromptIndex(
+        [chat.turns for path in plan.exclude_near for chat in read_chats(path)]
+    )
 
 
-def leave_near_out(judges: PromptIndex | None, chats: list[Asked], report: Report) -> list[Asked]:
+def leave_near_out(judges: Any, chats: list[Asked], report: Report) -> list[Asked]:
     """Leaves out near-duplicates of the prompts that a plan excludes, and reports how many."""
     if judges is None or not chats:
         return chats
