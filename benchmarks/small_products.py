@@ -5,7 +5,8 @@
 The weights are random, in SmolLM2-135M's shapes, or in those of four of Llama-3.2-1B's layers: queries, keys and values
 in one product, gate and up in one, and the head. K-quants have blocks of 256 weights, which only the latter fill. Each
 way multiplies by all of them in turn, so each weight comes from memory; the ways alternate, and the table has medians.
-ATen's products by small weights round no inputs either. Needs an idle machine.
+"As it lies" is what transformers multiplies by. ATen's products by small weights round no inputs either. `--only`
+takes the beginnings of ways' names. Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from runner import counts, dtype_of, options, print_by_rows
+from runner import counts, dtype_of, names, options, print_by_rows
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +40,10 @@ def ways(dtype: torch.dtype, name: str) -> dict[str, list[Callable[[torch.Tensor
     numbers = [torch.randint(-128, 128, shape, dtype=torch.int8) for shape in shapes]
     scales = [torch.rand(rows) * 1e-3 for rows, _ in shapes]
     groups = [torch.rand(rows, inputs // _GROUP) * 1e-3 for rows, inputs in shapes]
-    packed = [packed_copy(each.to(dtype), 16) for each in numbers]
+    plain, kind = [each.to(dtype) for each in numbers], str(dtype).removeprefix("torch.")
     found: dict[str, list[Callable[[torch.Tensor], Any]]] = {
-        f"packed {dtype}".replace("torch.", ""): [functools.partial(_packed, each) for each in packed]
+        f"{kind} as it lies": [functools.partial(torch.nn.functional.linear, weight=each) for each in plain],
+        f"packed {kind}": [functools.partial(_packed, packed_copy(each, 16)) for each in plain],
     }
     operators = KERNEL.operators(wait=True)
     if operators is not None:
@@ -112,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__, dtype="bfloat16", repeats=5, json=None)
     parser.add_argument("--rows", type=counts, default=[1, 9, 17, 25], help="default: 1,9,17,25")
     parser.add_argument("--shapes", choices=SHAPES, default="smollm2", help="default: smollm2")
+    parser.add_argument("--only", type=names, default=[""], help="comma-separated beginnings of names of the table")
     given = parser.parse_args(arguments)
     import torch
 
@@ -121,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         def calls_of(rows: int) -> dict[str, Callable[[], float]]:
             inputs = [torch.randn(rows, inputs).to(dtype) for _, inputs in SHAPES[given.shapes]]
-            return {name: functools.partial(milliseconds, products, inputs) for name, products in made.items()}
+            wanted = {name: products for name, products in made.items() if name.startswith(tuple(given.only))}
+            return {name: functools.partial(milliseconds, products, inputs) for name, products in wanted.items()}
 
         print_by_rows(given, calls_of, "weights", "row")
 

@@ -77,10 +77,11 @@ WIDE INLINE Scales scales_of(const uint8_t* block) {
 template <int64_t F>
 WIDE INLINE void dequantised(const uint8_t* block, const Scales& scales, int pair, __m512& low, __m512& high) {
   if constexpr (in_4_bits(F)) {
-    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 32 * (pair / 2)));
-    const __m256i bits = _mm256_and_si256(pair % 2 ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
-    low = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm256_castsi256_si128(bits)));
-    high = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm256_extracti128_si256(bits, 1)));
+    const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);  // picked by 4 low bits
+    const __m128i* bytes = reinterpret_cast<const __m128i*>(block + 32 * (pair / 2));
+    const __m512i a = _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)), b = _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes + 1));
+    low = _mm512_permutexvar_ps(pair % 2 ? _mm512_srli_epi32(a, 4) : a, all);
+    high = _mm512_permutexvar_ps(pair % 2 ? _mm512_srli_epi32(b, 4) : b, all);
   } else {
     const __m128i* bytes = reinterpret_cast<const __m128i*>(block + 32 * pair);
     low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
@@ -94,6 +95,12 @@ WIDE INLINE void dequantised(const uint8_t* block, const Scales& scales, int pai
     low = _mm512_fmadd_ps(low, scales.scale[0], scales.least[0]);
     high = _mm512_fmadd_ps(high, scales.scale[1], scales.least[1]);
   }
+}
+
+// Asks for a block that is read soon: the processor itself stops at the end of each page.
+template <int64_t F>
+INLINE void ask_for(const uint8_t* block) {
+  for (int line = 0; line < kSizes[F]; line += 64) _mm_prefetch(block + 8 * kSizes[F] + line, _MM_HINT_T0);
 }
 
 template <int64_t F>
@@ -138,13 +145,16 @@ WIDE void dots(const Task& task, int64_t row, int64_t group) {
   __m512 sums[N];
   for (int i = 0; i < N; ++i) sums[i] = _mm512_setzero_ps();
   for (int64_t part = 0; part < parts; ++part, block += kSizes[F], x += kInputs) {
-    _mm_prefetch(block + 4 * kSizes[F], _MM_HINT_T0);
+    ask_for<F>(block);
     const Scales scales = scales_of<F>(block);
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const __m512bh weights = in_bfloat16<F>(block, scales, pair);
+    for (int two = 0; two < kPairs; two += 2)
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; ++k) {
+        const __m512bh weights = in_bfloat16<F>(block, scales, two | k);
+        const uint16_t* inputs = x + 2 * (two | k);
 #pragma GCC unroll 32
-      for (int i = 0; i < N; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], weights, pair_of(x + i * task.inputs + 2 * pair));
-    }
+        for (int i = 0; i < N; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], weights, pair_of(inputs + i * task.inputs));
+      }
   }
   for (int i = 0; i < N; ++i) write<F, true>(task, row + i, group * kOutputs, sums[i]);
 }
@@ -158,19 +168,22 @@ WIDE void sums_of_products(const Task& task, int64_t row, int64_t group) {
   __m512 sums[N][2];
   for (int i = 0; i < N; ++i) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
   for (int64_t part = 0; part < parts; ++part, block += kSizes[F], x += kInputs) {
+    ask_for<F>(block);
     const Scales scales = scales_of<F>(block);
-    for (int pair = 0; pair < kPairs; ++pair) {
-      __m512 low, high;
-      dequantised<F>(block, scales, pair, low, high);
+    for (int two = 0; two < kPairs; two += 2)
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; ++k) {
+        __m512 low, high;
+        dequantised<F>(block, scales, two | k, low, high);
 #pragma GCC unroll 32
-      for (int i = 0; i < N; ++i) {
-        double both;
-        std::memcpy(&both, x + i * task.inputs + 2 * pair, 8);
-        const __m512 inputs = _mm512_castpd_ps(_mm512_set1_pd(both));
-        sums[i][0] = _mm512_fmadd_ps(low, inputs, sums[i][0]);
-        sums[i][1] = _mm512_fmadd_ps(high, inputs, sums[i][1]);
+        for (int i = 0; i < N; ++i) {
+          double both;
+          std::memcpy(&both, x + i * task.inputs + 2 * (two | k), 8);
+          const __m512 inputs = _mm512_castpd_ps(_mm512_set1_pd(both));
+          sums[i][0] = _mm512_fmadd_ps(low, inputs, sums[i][0]);
+          sums[i][1] = _mm512_fmadd_ps(high, inputs, sums[i][1]);
+        }
       }
-    }
   }
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
@@ -233,7 +246,7 @@ TILES INLINE void looked_up(const uint8_t* numbers, const Tables& tables, __m512
 // A block as bfloat16.
 template <int64_t F>
 TILES INLINE void in_tile(const uint8_t* block, const Tables& tables, __m512bh* to) {
-  for (int line = 0; line < kSizes[F]; line += 64) _mm_prefetch(block + 8 * kSizes[F] + line, _MM_HINT_T0);
+  ask_for<F>(block);
   const Scales scales = scales_of<F>(block);
 #pragma GCC unroll 16
   for (int pair = 0; pair < kPairs; ++pair)
@@ -351,6 +364,28 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
   return y;
 }
 
+WIDE void sum_words(const uint64_t* from, int64_t* to, int64_t count, int64_t words) {
+  for (int64_t i = 0; i < count; ++i, from += words) {
+    uint64_t sum = 0;
+    for (int64_t word = 0; word < words; ++word) sum += from[word];
+    to[i] = sum;
+  }
+}
+
+// The sum of each of `parts` equal parts of each row's bits, in words of 8 bytes.
+at::Tensor sums(const at::Tensor& rows, int64_t parts) {
+  const int64_t count = rows.dim() ? rows.size(0) * parts : 0, bytes = count ? rows.nbytes() / count : 0;
+  TORCH_CHECK(count && rows.is_contiguous() && bytes * count == static_cast<int64_t>(rows.nbytes()) && bytes % 8 == 0,
+              "expected rows of whole words");
+  at::Tensor found = at::empty({rows.size(0), parts}, rows.options().dtype(at::kLong));
+  const auto* from = static_cast<const char*>(rows.const_data_ptr());
+  int64_t* to = found.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, count, std::max<int64_t>(1, 262144 / bytes), [&](int64_t begin, int64_t end) {
+    sum_words(reinterpret_cast<const uint64_t*>(from + begin * bytes), to + begin, end - begin, bytes / 8);
+  });
+  return found;
+}
+
 #include "gguf_blocks.h"
 #include "few_queries.h"
 #include "decoder.h"
@@ -367,6 +402,7 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
     library.def(                                                                                                \
         "product(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int outputs, int format, bool by_tiles)" \
         " -> Tensor");                                                                                          \
+    library.def("sums(Tensor rows, int parts) -> Tensor");                                                      \
     library.def("blocks_of(Tensor raw, Tensor weight, Tensor order, int kind) -> Tensor");                      \
     library.def("attend(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor");       \
     library.def(                                                                                                \
@@ -382,6 +418,7 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
   }                                                                                                             \
   TORCH_LIBRARY_IMPL(name, CPU, library) {                                                                      \
     library.impl("product", &product);                                                                          \
+    library.impl("sums", &sums);                                                                                \
     library.impl("blocks_of", &blocks_of);                                                                      \
     library.impl("attend", &attend);                                                                            \
     library.impl("decode", &decode);                                                                            \

@@ -60,6 +60,18 @@ def dequantised(kind: str, blocks: torch.Tensor) -> torch.Tensor:
 FORMATS = ("int8", *BLOCKS)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_sums_of_words(operators, dtype, parts):
+    """Those by which packed weights notice writes, whether the kernel was there when they were packed or not."""
+    rows = torch.randint(-(2**62), 2**62, (37, 36), generator=torch.Generator().manual_seed(1)).view(dtype)
+    expected = rows.view(torch.int64).view(37, parts, -1).sum(-1)
+    assert torch.equal(operators.sums(rows, parts), expected)
+    for wrong in (rows[:, ::2], rows.t(), rows[:, : 4 // rows.element_size()].contiguous(), rows[:0]):
+        with pytest.raises(RuntimeError, match="whole words"):
+            operators.sums(wrong, parts)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows", [1, 9, 16, 17, 32, 40])
 @pytest.mark.parametrize("by_tiles", [True, False])
