@@ -7,6 +7,7 @@ GPUs, grouped and packed on CPUs.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -86,7 +87,7 @@ class Acceleration:
         compile_config: for forwards over trees; `None` if they are not compiled.
         packed: whether forwards multiply by packed copies of the weights.
         packs: whether the next forward makes such copies, and takes longer for it.
-        programs: whether decoder layers run as compiled programs.
+        programs: whether decoder layers run as compiled programs; before the first round, whether that is likely.
         off: whether forwards run transformers' operators alone, as in a call that does not draft.
     """
 
@@ -130,6 +131,7 @@ class Acceleration:
                 self._layers = CompiledLayers(
                     layers, programs, lambda: self._packing is not None and self._packing.may_pack
                 )
+                self.programs = self.packed and self._target in _ran  # most likely again, so costs are known at once
 
     def after_round(self) -> bool:
         """Counts a round; returns whether forwards have just become quicker, so that costs must be measured again."""
@@ -144,6 +146,7 @@ class Acceleration:
             if self._packing.weights is not None and self._packing.weights.join(self._layers.new_groups()):
                 self.packs = True
             self.programs = self._layers.running
+            (_ran.add if self.programs else _ran.discard)(self._target)
         return (self.packed, self.programs) != before
 
     def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
@@ -164,6 +167,9 @@ class Acceleration:
             if self._layers is not None:
                 stack.enter_context(self._layers.in_use(whole=model is None))
             return (self._target if model is None else model)(**inputs, return_dict=True)
+
+
+_ran: weakref.WeakSet[Any] = weakref.WeakSet()  # targets whose layers ran as programs in the last round
 
 
 class TargetRuntime(tree_reading.TargetCall):

@@ -13,6 +13,7 @@ from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.stand_ins import standing_in
 from hf_hsdraft.cpu import layer_programs, whole_layers
 from hf_hsdraft.cpu.small_weights import KERNEL
+from hf_hsdraft.engine.local_target import LocalTarget
 from hf_hsdraft.runtime.cache_slots import make_room
 from hf_hsdraft.runtime.target_runtime import Acceleration
 
@@ -62,6 +63,22 @@ def test_texts_and_states_are_plain_decodings(runs, kind, rows):
     torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(plain.logits), atol=1e-3, rtol=1e-3)
     for before, after in zip(plain.hidden_states[1:], drafted.hidden_states[1:], strict=True):
         torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-3)
+
+
+def test_later_calls_begin_with_the_costs_of_whole_layers(runs, monkeypatch):
+    """Not with those of other forwards, which a first round would be planned by."""
+    target, kinds, kind = KINDS["llama"](), [], LocalTarget.kind
+
+    def noted(self, session):
+        kinds.append(kind(self, session))
+        return kinds[-1]
+
+    monkeypatch.setattr(LocalTarget, "kind", noted)
+    drafter = asking(target)
+    target.generate(IDS[:1], assistant_model=drafter, **GREEDY)
+    first, last = len(kinds), kinds[-1]
+    target.generate(IDS[:1], assistant_model=drafter, **GREEDY)
+    assert first > 1 and kinds[first:] == [last] and runs
 
 
 @pytest.mark.parametrize("part", ["input_layernorm", "mlp.up_proj"])
