@@ -65,6 +65,9 @@ class CompiledLayers:
             self._layers.clear()
         if len(self._layers) == len(layers):
             self._chains = chains_of([(layer, each.description) for layer, each in self._layers.items()], self.joins)
+        if self._chains and (KERNEL.operators() is not None or KERNEL.may_come):
+            for chain in self._chains:  # before the first copies are made, which would be made again
+                self.joins(chain.groups)
         for chain in self._chains:
             for place, layer in enumerate(chain.layers):
                 self._layers[layer].chain, self._layers[layer].place = chain, place

@@ -196,6 +196,7 @@ class Chain:
 
     Attributes:
         layers: these.
+        groups: the linear layers of each product of each layer.
         waits: whether a later forward may run them, as their weights or the kernel are not ready yet.
     """
 
@@ -204,8 +205,8 @@ class Chain:
         self._description, self._report, self._watch = description, report, Watch(layers, weights=True)
         names = _norms_of(layers[0])
         self._norms: list[list[Any]] = [[name and layer.get_submodule(name) for name in names] for layer in layers]
-        self._groups: list[Group] = [tuple(map(layer.get_submodule, group)) for layer in layers for group in _PRODUCTS]
-        self._firsts = [group[0] for group in self._groups]
+        self.groups: list[Group] = [tuple(map(layer.get_submodule, group)) for layer in layers for group in _PRODUCTS]
+        self._firsts = [group[0] for group in self.groups]
         self._packed, self._weights = list[Any](), list[torch.Tensor]()
         self._parts: tuple[list[Any], list[int]] | None = None
         self._most_rows = sys.maxsize
@@ -298,10 +299,10 @@ class Chain:
         if not all(are_packed):
             self.waits = not any(are_packed)
             return False
-        if not all(copy.linears == group for copy, group in zip(packed, self._groups, strict=True)):
+        if not all(copy.linears == group for copy, group in zip(packed, self.groups, strict=True)):
             self._reports += 1
             self.waits = self._reports <= _MOST_REPORTS
-            self._report(self._groups if self.waits else [])
+            self._report(self.groups if self.waits else [])
             return False
         self.waits = True
         return all(copy.made for copy in packed)
@@ -313,7 +314,7 @@ class Chain:
     def _bound(self, packed: Sequence[PackedLinears]) -> tuple[list[Any], list[int]] | None:
         """As `_parts_in`; `None` where they are others than the operator takes."""
         copies, parts = [copy.copy for copy in packed], list[Any]()
-        biases = [[linear.bias for linear in group] for group in self._groups]
+        biases = [[linear.bias for linear in group] for group in self.groups]
         if any(copy is None for copy in copies) or not all(copy.unchanged_now for copy in packed):
             return None
         for place, norms in enumerate(self._norms):

@@ -132,6 +132,8 @@ class Acceleration:
                     layers, programs, lambda: self._packing is not None and self._packing.may_pack
                 )
                 self.programs = self.packed and self._target in _ran  # most likely again, so costs are known at once
+                if self._packing.weights is not None:
+                    self.packs |= self._packing.weights.join(self._layers.new_groups())
 
     def after_round(self) -> bool:
         """Counts a round; returns whether forwards have just become quicker, so that costs must be measured again."""

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.stand_ins import standing_in
-from hf_hsdraft.cpu import layer_programs, whole_layers
+from hf_hsdraft.cpu import layer_programs, packed_weights, whole_layers
 from hf_hsdraft.cpu.small_weights import KERNEL
 from hf_hsdraft.engine.local_target import LocalTarget
 from hf_hsdraft.runtime.cache_slots import make_room
@@ -79,6 +79,14 @@ def test_later_calls_begin_with_the_costs_of_whole_layers(runs, monkeypatch):
     first, last = len(kinds), kinds[-1]
     target.generate(IDS[:1], assistant_model=drafter, **GREEDY)
     assert first > 1 and kinds[first:] == [last] and runs
+
+
+def test_each_weight_is_packed_once(runs, monkeypatch):
+    target, packed, copy_of = KINDS["llama"](), [], packed_weights._copy_of
+    monkeypatch.setattr(packed_weights, "_copy_of", lambda weights: packed.extend(map(id, weights)) or copy_of(weights))
+    target.generate(IDS[:1], assistant_model=asking(target), **GREEDY)
+    own = {id(module.weight) for module in target.modules() if isinstance(module, nn.Linear)}  # not the drafter's
+    assert sorted(each for each in packed if each in own) == sorted(own) and runs
 
 
 @pytest.mark.parametrize("part", ["input_layernorm", "mlp.up_proj"])
