@@ -20,6 +20,7 @@ from ..engine.drafting import Drafting
 from ..engine.local_target import LocalTarget
 from ..engine.loop import Keeper, Round
 from ..runtime.ended_rows import take_in
+from ..runtime.module_hooks import no_hooks_left
 from ..runtime.target_runtime import TargetRuntime
 from ..runtime.tree_reading import TextRows
 from ..verify.verdict import Verdict, Verifier
@@ -263,6 +264,7 @@ class Running:
         call = Call(target, places, options, texts, runtime, history=history)
         with contextlib.ExitStack() as unless_begun:
             unless_begun.enter_context(call.stack)
+            call.stack.enter_context(no_hooks_left(target))  # not installed and removed in each round
             batch = Batch(call, drafter.taps_of(target), text)
             session = drafter.session(call)
             drafting = Drafting(drafter, call, session if session.takes_new_texts else TextSessions(drafter, call))
