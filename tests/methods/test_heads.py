@@ -16,6 +16,8 @@ from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base import auto_drafter
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.registry import TargetInfo
 from hf_hsdraft.hub.checkpoint import CachedModel, Checkpoint
 
@@ -104,6 +106,24 @@ def test_a_layer_of_other_heads_than_the_targets_is_refused():
         other.generate(torch.tensor([PROMPTS[0]]), assistant_model=drafter, max_new_tokens=4)
 
 
+def test_a_session_keeps_its_targets_positions_while_others_use_the_drafter():
+    target, drafter = loaded("Hydra++")
+    rope = {"rope_type": "default", "rope_theta": 2.0}
+    other, ids = tiny_target(vocab_size=TOKENS, rope_parameters=rope), torch.arange(2, 14)
+    states = target(ids[None], output_hidden_states=True).hidden_states[-1][0]
+
+    def drafted(between):
+        session = drafter.session(Call(target, 1, DraftOptions.of(drafter)))
+        between()
+        session.observe([Accepted(0, [int(ids[-1])], states[:-1], torch.arange(11), ids[1:])])
+        ask = Ask(0, int(ids[-1]), 1, 1, 1)
+        return session.expansion([ask], 1, session.options_for(ask))(1, ids[None, -1:], None)[0]
+
+    alone = drafted(lambda: None)
+    assert torch.equal(drafted(lambda: drafter.check(other)), alone)
+    assert torch.equal(drafted(lambda: drafter.session(Call(other, 1, DraftOptions.of(drafter)))), alone)
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"), [(0.5, "integers"), (TOKENS, f"tokens below {TOKENS}, each once"), (0, "tokens .*, each once")]
 )
@@ -151,6 +171,7 @@ def test_find_says_how_a_file_drafts_and_why_another_does_not(cached, monkeypatc
     )
     assert told["user/MLPSpeculator0"].kind == "MLPSpeculatorDrafter (MLPSpeculator)"
     assert told["user/MLPSpeculator0"].drafts == "trees or chains, one depth after the other"
+    assert all(each.drafts.startswith("trees or chains, ") for each in found if not each.problem)  # n-grams too
     assert told["user/MLPSpeculator0"].bytes and not told["user/Hydra2"].problem
 
 

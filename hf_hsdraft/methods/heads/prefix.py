@@ -7,7 +7,7 @@ target's; the files tell none of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...drafters.base.plain_config import FLAG, described
 from ...drafters.base.protocol import Accepted, Call
 from ...drafters.base.published import SpeculatorsFiles
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots, ends_of, reading_attention
+from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.travelling_config import heads_of
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
@@ -40,31 +41,23 @@ class PrefixHydraConfig(HydraConfig):
 
 
 class PrefixLayer(nn.Module):
-    """A decoder layer and a norm; `like` tells it the target's heads before it runs."""
+    """A decoder layer and a norm. It runs as the layer that `like` returns, which has a target's heads."""
 
-    def __init__(self, config: PrefixHydraConfig) -> None:
+    def __init__(self, sizes: LayerSizes) -> None:
         super().__init__()
-        sizes = LayerSizes(
-            hidden_size=config.target_hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=config.query_size // config.key_size,
-            num_key_value_heads=1,
-            head_dim=config.key_size,
-            attention_bias=config.attention_bias,
-        )
         self.layers = nn.ModuleList([DecoderLayer(sizes)])
         self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self._sizes, self._rotary = sizes, rotary_of({}, sizes)
 
-    def like(self, target: Any) -> None:
+    def like(self, target: Any) -> PrefixLayer:
+        """Returns a layer with the same weights and a target's heads, rotary embedding and epsilon."""
         config: Any = text_config(target)
-        heads = heads_of(config)
-        sizes = LayerSizes(**{**vars(self._sizes), **heads})
-        self._rotary = rotary_of({"rope_parameters": config.rope_parameters}, sizes)
-        layer: Any = self.layers[0]
-        layer.self_attn.head_dim = heads["head_dim"]
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm, self.norm):
-            norm.eps = config.rms_norm_eps
+        sizes = replace(self._sizes, **heads_of(config), rms_norm_eps=config.rms_norm_eps)
+        with torch.device("meta"):
+            made = PrefixLayer(sizes)
+        made.load_state_dict(self.state_dict(), assign=True)
+        made._rotary = rotary_of({"rope_parameters": config.rope_parameters}, sizes)
+        return made
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: AttendByLayer, rows: Any) -> torch.Tensor:
         """Returns states `[B, H]` of `rows`, of hidden states `[n, H]` at `positions` `[n]`."""
@@ -77,13 +70,17 @@ class PrefixHydraSession(HeadsSession):
 
     reading_layers = 1
 
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:
+        super().__init__(drafter, weights, call)
+        self._layer = drafter.prefix_embeding_layer.like(call.target)
+
     def columns(self, news: Accepted) -> Columns:
         return ParallelSession.columns(self, news)
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
         taps, positions = columns
         attend = reading_attention(self._context, slots, counts, positions, (None,))
-        made = self.drafter.prefix_embeding_layer(taps, positions, attend, ends_of(counts, positions.device))
+        made = self._layer(taps, positions, attend, ends_of(counts, positions.device))
         self._left.update(zip(counts, made, strict=True))
 
 
@@ -94,7 +91,15 @@ class PrefixHydraDrafter(HydraDrafter):
 
     def __init__(self, config: PrefixHydraConfig) -> None:
         super().__init__(config)
-        self.prefix_embeding_layer = PrefixLayer(config)
+        sizes = LayerSizes(
+            hidden_size=config.target_hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.query_size // config.key_size,
+            num_key_value_heads=1,
+            head_dim=config.key_size,
+            attention_bias=config.attention_bias,
+        )
+        self.prefix_embeding_layer = PrefixLayer(sizes)
 
     def check(self, target: Any) -> None:
         super().check(target)
@@ -105,10 +110,8 @@ class PrefixHydraDrafter(HydraDrafter):
                 f"the target's heads make queries and keys of {found[0]} and {found[1]} numbers, this drafter's layer "
                 f"{config.query_size} and {config.key_size}: it was trained for another target"
             )
-        self.prefix_embeding_layer.like(target)
 
     def session(self, call: Call) -> HeadsSession:
-        self.prefix_embeding_layer.like(call.target)
         embedding, head = call.target.get_input_embeddings(), call.target.get_output_embeddings()
         return PrefixHydraSession(self, self.borrow(embedding, head), call)
 
