@@ -25,7 +25,7 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
 from oracles import mtp_blocks
-from oracles.format_parity import Parity
+from oracles.format_parity import Parity, texts_of
 from oracles.mtp_targets import GENERATING
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 
@@ -263,7 +263,7 @@ CASES = (
 
 @torch.no_grad()
 def parity(case: Case) -> Parity:
-    """Compares the drafts of a text that is read in pieces with the formula's."""
+    """Compares the drafts of a text that is read in pieces with the formula's; decodes a padded batch."""
     with tempfile.TemporaryDirectory() as folder:
         made = published(case, Path(folder))
         drafter = _alone(Path(folder), made.target) if case.apart else MtpDrafter.for_target(made.target)
@@ -283,4 +283,7 @@ def parity(case: Case) -> Parity:
             token = scores.argmax(-1)
         wanted = made.logits(ids[: end + 1], states[:end])
         worst = max(worst, float((torch.stack(found) - wanted).abs().max()))
-    return Parity(case.name, "the formula of vLLM's class", worst, len(_POINTS), 0, 0)
+    _, statistics = texts_of(made.target, drafter)
+    accepted = sum(length > 0 for length in statistics.accepted_lengths)
+    rounds = len(statistics.accepted_lengths)
+    return Parity(case.name, "the formula of vLLM's class", worst, rounds, accepted, rounds - accepted)
