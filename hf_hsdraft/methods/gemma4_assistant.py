@@ -22,7 +22,17 @@ from ..core.tensors import on_device
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.plain_config import TargetSizes
 from ..drafters.base.protocol import Accepted, Ask, Call, Read, weights_of
-from ..drafters.base.registry import Fit, Format, TargetInfo, fields_told, fit_of, misfit, register_format
+from ..drafters.base.registry import (
+    IN_TURN,
+    TREES,
+    Fit,
+    Format,
+    TargetInfo,
+    fields_told,
+    fit_of,
+    misfit,
+    register_format,
+)
 from ..drafters.base.target_weights import borrow
 from ..drafters.base.tree_session import LevelExpansion, TreeSession
 from ..drafters.language_model.lm_drafter import ModelDrafter
@@ -232,6 +242,7 @@ def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> 
 def _describe(checkpoint: Checkpoint) -> dict[str, str]:
     reads = "the target's last hidden state, and the keys and values of its last layers"
     return {
+        "drafts": f"{TREES}, {IN_TURN}",
         "architecture": printable(checkpoint.config.get("architectures")),
         "reads": reads,
         **fields_told(checkpoint),

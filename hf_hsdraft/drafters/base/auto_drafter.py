@@ -26,7 +26,7 @@ from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targ
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, DamagedFile, find_folder, loading, read_json
 from ...runtime.target_loading import default_drafter
 from .draft_options import option_names
-from .registry import FAMILIES, Evidence, Family, Fit, Format, TargetInfo, fit_of, load_families, recognise
+from .registry import FAMILIES, TREES, Evidence, Family, Fit, Format, TargetInfo, fit_of, load_families, recognise
 from .saved_drafter import Placement, PretrainedDrafter, WeightlessDrafter, fields_of, give_options, refuse_unknown
 
 logger = logging.get_logger(__name__)
@@ -38,7 +38,6 @@ _PARTS_OF_NAMES = (
 )  # fmt: skip
 _MOST_LISTED = 100  # models of one answer of the Hub
 _UNUSABLE = (OSError, TypeError, ValueError, AttributeError, LookupError)  # gated, incomplete, damaged, no drafter
-_TREES = "trees or chains"  # of this package's own families that are made for a target
 _PATIENCE = 10.0  # seconds to wait for its first answer
 
 
@@ -151,7 +150,7 @@ def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]
             place = checkpoint.folder / CONFIG
             config, size = family.drafter.of_document(checkpoint.config, {}, {}, place).config, 0
         kind, names_target = family.drafter.__name__, hasattr(config, "target_hidden_size")
-        fit, drafts = (fit_of(config, target, named), _TREES) if names_target else (None, "")
+        fit, drafts = (fit_of(config, target, named), TREES) if names_target else (None, "")
     if fit is None:
         return None
     use = f"model.generate(**inputs, assistant_model={json.dumps(checkpoint.name)})"

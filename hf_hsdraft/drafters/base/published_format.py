@@ -23,7 +23,7 @@ from ...hub.checkpoint import Checkpoint, Shape, speculators_type, target_of
 from ...hub.drafter_files import CONFIG
 from .decoder_layer import LayerSizes
 from .readings import kept
-from .registry import AT_ONCE, IN_TURN, Format, fields_told, fit_of, register_format, with_fields
+from .registry import AT_ONCE, IN_TURN, TREES, Format, fields_told, fit_of, register_format, with_fields
 
 OURS: Any = object()  # a default: that of our field; without one it is required
 USUAL_DRAFTED = 32000  # tokens, in the format of speculators
@@ -259,7 +259,7 @@ class PublishedFormat:
             config = self.read(checkpoint, **self.given)
             with torch.device("meta"):
                 self.drafter(config).matched(self, checkpoint)
-            drafts = f"trees or chains, {AT_ONCE if self.drafter.at_once(config) else IN_TURN}"
+            drafts = f"{TREES}, {AT_ONCE if self.drafter.at_once(config) else IN_TURN}"
             return {
                 "drafts": drafts,
                 **told,

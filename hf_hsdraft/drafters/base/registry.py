@@ -135,7 +135,9 @@ def fields_told(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
-AT_ONCE, IN_TURN = "all depths in one forward", "one depth after the other"  # how drafts are made, for `describe`
+# How a family drafts, as `hsdraft find` and `info` say it: which drafts, and how they are made.
+TREES = "trees or chains"
+AT_ONCE, IN_TURN = "all depths in one forward", "one depth after the other"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ...core.checks import demand, few, is_integer, printable, short
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
 from ...runtime.target_loading import marks_of_drafter
-from ..base.registry import AT_ONCE, IN_TURN, Evidence, Fit, TargetInfo
+from ..base.registry import AT_ONCE, IN_TURN, TREES, Evidence, Fit, TargetInfo
 from ..base.saved_drafter import stored_options
 from .lm_texts import what_differs
 
@@ -153,9 +153,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
     """Returns what is known of a language model as a drafter."""
     config = checkpoint.config
     options = stored_options(checkpoint.also(DRAFTING_OPTIONS) / DRAFTING_OPTIONS)
-    drafts = f"trees or chains, {AT_ONCE}"
+    drafts = f"{TREES}, {AT_ONCE}"
     if config.get("pard_token") is None:
-        drafts = f"trees or chains, {IN_TURN}; chains alone where its attention takes no masks, which a trial shows"
+        drafts = f"{TREES}, {IN_TURN}; chains alone where its attention takes no masks, which a trial shows"
     told = {"drafts": drafts, "architecture": printable(config["architectures"])}
     told["reads"] = "the text alone, no hidden states"
     sizes = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "vocab_size", "dtype", "torch_dtype")

@@ -20,7 +20,7 @@ from ..base.auto_drafter import Found, register_finder
 from ..base.draft_options import MOST_LEADING, default_options
 from ..base.plain_config import AnyTarget
 from ..base.protocol import Call
-from ..base.registry import register_drafter
+from ..base.registry import TREES, register_drafter
 from ..base.saved_drafter import WeightlessDrafter
 from .ngrams import FollowerTable, NgramSession
 
@@ -161,5 +161,6 @@ _FOUND = Found(
     'model.generate(**inputs, assistant_model="ngrams")',
     trained=False,
     made=lambda target: CachebackDrafter(),
+    drafts=f"{TREES}, without a forward",
 )
 register_finder("ngrams", lambda target, local_files_only: iter([_FOUND]))

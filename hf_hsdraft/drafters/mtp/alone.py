@@ -26,7 +26,18 @@ from ..base.draft_options import default_options
 from ..base.protocol import Call, Drafter, Read
 from ..base.published_format import check_proposals
 from ..base.readings import kept, settled_by, told
-from ..base.registry import IN_TURN, Fit, Format, TargetInfo, fields_told, fit_of, misfit, register_format, with_fields
+from ..base.registry import (
+    IN_TURN,
+    TREES,
+    Fit,
+    Format,
+    TargetInfo,
+    fields_told,
+    fit_of,
+    misfit,
+    register_format,
+    with_fields,
+)
 from ..base.saved_drafter import Placement, take_options
 from .drafter import LEAST_STEPS, MtpConfig, MtpDrafter, MtpSession
 from .layers import OF_SPECULATORS, Kind, MtpLayers
@@ -137,7 +148,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, str]:
     except ValueError as error:
         return {**fields_told(checkpoint), "cannot be loaded": str(error)}
     readings = {**told(config, {}, config.untold), **kept(checkpoint.folder)} if config.untold else {}
-    return {"drafts": f"trees or chains, {IN_TURN}", **fields_told(checkpoint), **readings}
+    return {"drafts": f"{TREES}, {IN_TURN}", **fields_told(checkpoint), **readings}
 
 
 register_format(

@@ -28,7 +28,7 @@ from ..base.plain_config import FLAG, TargetSizes, described
 from ..base.protocol import Ask, Call, Drafter, Read, weights_of
 from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
 from ..base.readings import settle
-from ..base.registry import TargetInfo, empty_model
+from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, LevelExpansion
 from .layers import MtpLayers, described_target, layers_in, renamed
@@ -311,6 +311,7 @@ def _found(target: TargetInfo, local_files_only: bool) -> Iterator[Found]:
             None,
             'model.generate(**inputs, assistant_model="mtp")',
             made=MtpDrafter.for_target,
+            drafts=f"{TREES}, {IN_TURN}",
         )
 
 
