@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from conftest import edited
-from oracles import mtp_alone_parity
+from oracles import mtp_alone_parity, mtp_parity
 from oracles.block_parity import CASES as BLOCK_CASES
 from oracles.block_variants import Variant, of_variant
 from oracles.eagle_parity import eagle_target
@@ -19,6 +19,7 @@ from hf_hsdraft.drafters.base import readings
 from hf_hsdraft.drafters.base.readings import QUESTIONS
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
 from hf_hsdraft.drafters.eagle.drafter import EagleConfig, EagleDrafter
+from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
 
 PROMPT = torch.tensor([[5, 9, 11, 3, 40, 41, 42]])
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}
@@ -102,6 +103,31 @@ def test_a_trial_finds_the_state_that_a_layer_for_multi_token_prediction_has_lea
     assert drafter.taps_of(target) == ((4,) if value else (5,))
     lines = describe(str(tmp_path))["drafter"]
     assert "not told by the files" in lines["last layer's output"]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_trial_finds_the_output_that_layers_for_multi_token_prediction_hand_on(value, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    case = next(case for case in mtp_parity.CASES if case.model_type == "glm4_moe")
+    target = mtp_parity.published(case, tmp_path).target
+    text = target.generate(PROMPT, max_new_tokens=96, do_sample=False)[0].tolist()
+    drafter = MtpDrafter.for_target(target, hands_on_normed=value)
+    assert drafter.config.untold == () and drafter.config.hands_on_normed is value
+    norm = drafter.layers.model.layers[0].post_norm.weight
+    torch.nn.init.uniform_(norm, -2, 2)  # else both outputs are almost the same to the next layer's norm
+    for part in drafter.layers.own_parts():
+        part.requires_grad_(True)
+    drafter.parameters = lambda: [each for part in drafter.layers.own_parts() for each in part.parameters()]
+    learn(target, drafter, text, 40)
+    asked = MtpDrafter.for_target(target)
+    assert asked.config.untold == ("hands_on_normed",) and asked.layers.model is drafter.layers.model
+    drafted = target.generate(PROMPT, max_new_tokens=96, do_sample=False, assistant_model=asked)
+    assert drafted[0].tolist() == text
+    assert asked.config.hands_on_normed is value and asked.config.untold == ()
+    assert asked.tried["hands_on_normed"].startswith(QUESTIONS["hands_on_normed"].readings[value])
+    again = MtpDrafter.for_target(target)
+    again.settle(target, text)
+    assert again.config.hands_on_normed is value and again.trials == 0  # found by the earlier one
 
 
 def files(tmp_path, target, **variant):

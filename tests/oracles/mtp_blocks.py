@@ -1,23 +1,36 @@
 """Layers for multi-token prediction that are none of the target's own, with a formula of transformers' modules.
 
-LongCat-Flash's layer is DeepSeek-V3's dense one with scaled norms, as vLLM computes it (`longcat_flash_mtp.py`).
-Nemotron-H's is an attention and a mixture of experts (`nemotron_h_mtp.py`), here layers of a second model.
+- LongCat-Flash: DeepSeek-V3's dense layer with scaled norms, as vLLM computes it (`longcat_flash_mtp.py`).
+- HY-V4: the modules of its other layers without their streams (`models/hy_v4`).
+- Dots 3 Note: one of its layers, with an embedding of its own (`models/dots3_note`).
+- Nemotron-H: an attention and a mixture of experts (`nemotron_h_mtp.py`), here layers of a second model.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, DeepseekV3Config, NemotronHConfig, NemotronHForCausalLM
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    Dots3NoteForCausalLM,
+    Dots3NoteTextConfig,
+    HYV4Config,
+    HYV4ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4Attention, HYV4MoE, HYV4RMSNorm
 
 from oracles.format_parity import randomise
 from oracles.mtp_targets import GENERATING
-from oracles.tiny import tiny_config, tiny_model
+from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 
 Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _OUTSIDE = ("enorm", "hnorm", "eh_proj", "final")
@@ -46,11 +59,21 @@ def _saved(folder: Path, target: Any, layers: dict[str, torch.Tensor], **told: A
     return again
 
 
-def _logits(target: Any, outside: dict[str, torch.Tensor], eps: float, run: Callable[[torch.Tensor], Any]) -> Logits:
-    """Returns logits `[1, V]` of the layer, of which `run` is what lies between the projection and the last norm."""
+def _logits(
+    target: Any,
+    outside: dict[str, torch.Tensor],
+    eps: float,
+    run: Callable[[torch.Tensor], Any],
+    table: torch.Tensor | None = None,
+) -> Logits:
+    """Returns logits `[1, V]` of the layer, of which `run` is what lies between the projection and the last norm.
+
+    `table` are its embeddings, if they are not the target's.
+    """
+    rows = target.get_input_embeddings().weight if table is None else table
 
     def logits(tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        embeds = _rms(target.get_input_embeddings()(tokens[1:]), outside["enorm"], eps)
+        embeds = _rms(rows[tokens[1:]], outside["enorm"], eps)
         x = torch.cat([embeds, _rms(states, outside["hnorm"], eps)], dim=-1) @ outside["eh_proj"].T
         y = _rms(run(x[None])[0, -1], outside["final"], eps)
         return (y @ target.get_output_embeddings().weight.T)[None]
@@ -99,6 +122,73 @@ def longcat(folder: Path) -> tuple[Any, Logits]:
 
     target = _saved(folder, target, files)
     return target, _logits(target, outside, config.rms_norm_eps, run)
+
+
+def hunyuan(folder: Path) -> tuple[Any, Logits]:
+    config = tiny_config(HYV4Config)
+    target = tiny_model(HYV4ForCausalLM, config)
+    parts = torch.nn.ModuleDict({
+        "self_attn": HYV4Attention(config, 0), "mlp": HYV4MoE(config),
+        "input_layernorm": HYV4RMSNorm(config.hidden_size), "post_attention_layernorm": HYV4RMSNorm(config.hidden_size),
+    }).eval()  # fmt: skip
+    for norm in (parts["input_layernorm"], parts["post_attention_layernorm"]):
+        norm.variance_epsilon = config.rms_norm_eps
+    randomise(parts, 0.2)
+    outside, place = _outside(config.hidden_size), "model.mtp_layers.0."
+    published = {"self_attn.gate_proj": "self_attn.linear_gate", "sinks": "learnable_sink_param"}
+    files = {}
+    for name, each in parts.state_dict().items():
+        for ours, theirs in published.items():
+            name = name.replace(ours, theirs)
+        files[place + name] = each
+    names = {"final": "final_layernorm"}
+    files |= {f"{place}{names.get(name, name)}.weight": each for name, each in outside.items()}
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(1, x.shape[1] + 1)[None]
+        rope, mask = target.model.rotary_emb(x, position_ids=at), _mask(x.shape[1])
+        x = x + parts["self_attn"](parts["input_layernorm"](x), rope, mask)[0]
+        return x + parts["mlp"](parts["post_attention_layernorm"](x))
+
+    target = _saved(folder, target, files, num_nextn_predict_layers=1)
+    return target, _logits(target, outside, config.rms_norm_eps, run)
+
+
+_DOTS: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "shared_experts_intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "qk_nope_head_dim": 8, "head_dim": 16, "index_topk": 24, "index_head_dim": 8, "index_n_heads": 4,
+    "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "max_position_embeddings": 256,
+    "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 12, "swa_kv_lora_rank": 12,
+    "swa_head_dim": 20, "swa_qk_nope_head_dim": 12, "swa_v_head_dim": 12, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def dots(folder: Path) -> tuple[Any, Logits]:
+    config = Dots3NoteTextConfig(**_DOTS)
+    target = tiny_model(Dots3NoteForCausalLM, config)
+    layer = copy.deepcopy(target.model.layers[-1])
+    randomise(layer, 0.2)
+    outside, place = _outside(config.hidden_size), f"model.layers.{config.num_hidden_layers}."
+    second = copy.deepcopy(target)
+    second.model.layers[-1] = layer
+    second.save_pretrained(folder / "second")
+    stored, last = load_file(folder / "second" / "model.safetensors"), f"layers.{config.num_hidden_layers - 1}."
+    files = {place + name.partition(last)[2]: each for name, each in stored.items() if last in name}
+    names = {"final": "shared_head.norm"}
+    files |= {f"{place}{names.get(name, name)}.weight": each for name, each in outside.items()}
+    table = torch.randn(VOCABULARY, config.hidden_size, generator=torch.Generator().manual_seed(6))
+    files["model.mtp.embed_tokens.weight"] = table
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(1, x.shape[1] + 1)[None]
+        rope = target.model.rotary_emb(x, at, "sliding_attention")
+        far = torch.full((x.shape[1], x.shape[1]), torch.finfo(torch.float32).min).tril(-config.sliding_window)
+        return layer(x, attention_mask=_mask(x.shape[1]) + far, position_embeddings=rope, position_ids=at)
+
+    target = _saved(folder, target, files, num_nextn_predict_layers=1)
+    return target, _logits(target, outside, config.rms_norm_eps, run, table)
 
 
 def nemotron(folder: Path, prefix: str = "mtp.") -> tuple[Any, Logits]:

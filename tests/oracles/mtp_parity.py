@@ -226,6 +226,8 @@ CASES = (
     Case("DeepSeek-V3 layers, of other depth", "deepseek_v3", told=_NEXTN),
     Case("NextN, DeepSeek-V3 layers alone", "deepseek_v3", told=_NEXTN, apart=True),
     Case("GLM-4.5 layers", "glm4_moe", told=_NEXTN),
+    *(Case(f"GLM-4.5 layers, two, each reads the one before {'after' if normed else 'before'} its norm", "glm4_moe",
+           count=2, hands_on_normed=normed, told={"num_nextn_predict_layers": 2}) for normed in (True, False)),
     Case("GLM-4.7-Flash layers", "glm4_moe_lite", told=_NEXTN),
     Case("DeepSeek-V3.2 layers", "deepseek_v32", lists="anew", told=_NEXTN),
     Case("GLM-5 layers", "glm_moe_dsa", lists="anew", told=_NEXTN),
@@ -236,6 +238,8 @@ CASES = (
     Case("Qwen3.5-MoE layers", "qwen3_5_moe_text", layer="mtp.layers.{index}.", parts=_QWEN),
     Case("Qwen3.5 layers, multimodal", "qwen3_5", "model.language_model.layers.", "mtp.layers.{index}.", _QWEN),
     Case("LongCat-Flash layers", "longcat_flash", made=mtp_blocks.longcat),
+    Case("HY-V4 layers", "hy_v4", made=mtp_blocks.hunyuan),
+    Case("Dots 3 Note layers", "dots3_note_text", made=mtp_blocks.dots),
     Case("Nemotron-H layers", "nemotron_h", made=mtp_blocks.nemotron),
     Case("EXAONE-MoE layers", "exaone_moe", layer="mtp.layers.{index}.", parts=_QWEN, told=_NEXTN,
          last={"mlp_layer_types": "dense"}),
@@ -266,7 +270,11 @@ def parity(case: Case) -> Parity:
     """Compares the drafts of a text that is read in pieces with the formula's; decodes a padded batch."""
     with tempfile.TemporaryDirectory() as folder:
         made = published(case, Path(folder))
-        drafter = _alone(Path(folder), made.target) if case.apart else MtpDrafter.for_target(made.target)
+        drafter = (
+            _alone(Path(folder), made.target)
+            if case.apart
+            else MtpDrafter.for_target(made.target, hands_on_normed=case.hands_on_normed)
+        )
     drafter.generation_config.num_assistant_tokens = case.count
     ids = torch.randint(2, VOCABULARY, (30,), generator=torch.Generator().manual_seed(0))
     states = made.target(ids[None], output_hidden_states=True).hidden_states[-1][0]

@@ -67,6 +67,10 @@ QUESTIONS = {
         True: "after the final norm (DFlash of z-lab, MTP layers as vLLM runs them)",
         False: "before it (DFlash in vLLM and SGLang, MTP layers as speculators trains them)",
     }, _reads_last),
+    "hands_on_normed": Question("output that the next layer for multi-token prediction reads", {
+        True: "after its norm (SGLang, transformers)",
+        False: "before it (vLLM)",
+    }),
     "rotates_whole_heads": Question("rotated part of heads", {
         True: "all (z-lab, speculators)",
         False: "partial_rotary_factor (vLLM)",

@@ -40,7 +40,7 @@ from ..base.registry import (
 )
 from ..base.saved_drafter import Placement, take_options
 from .drafter import LEAST_STEPS, MtpConfig, MtpDrafter, MtpSession
-from .layers import OF_SPECULATORS, Kind, MtpLayers
+from .layers import KINDS, OF_SPECULATORS, OTHERS, Kind, MtpLayers
 
 _MARK = "model.layers.0.eh_proj.weight"
 _MARK_OF_SPECULATORS = "mtp_layers.0.input_proj.weight"
@@ -62,11 +62,13 @@ def _read(checkpoint: Checkpoint) -> MtpConfig:
         raise DamagedFile(f"{place} is damaged: expected numbers vocab_size and hidden_size", place)
     if of_speculators:
         check_proposals(Fields(checkpoint.config, CONFIG))
+    kind = OF_SPECULATORS if of_speculators else KINDS.get(str(table.get("model_type")), OTHERS)
     return MtpConfig(
         vocab_size=vocab_size,
         target_hidden_size=hidden_size,  # type: ignore[arg-type]
         target_name=target_of(checkpoint.config)[0],
-        untold=("last_tap_is_normed",) if of_speculators else (),
+        hands_on_normed=kind.hands_on_normed,
+        untold=kind.untold,
     )
 
 

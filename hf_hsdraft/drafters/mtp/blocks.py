@@ -3,6 +3,7 @@
 | type | its own layers | these layers |
 |---|---|---|
 | `longcat_flash` | two attentions, three feed-forward blocks | one attention, one feed-forward block |
+| `hy_v4` | one of each, between which several streams of states are mixed | one of each, on one stream |
 | `nemotron_h` | one part (Mamba, attention, experts), behind a norm | several parts, by default attention and experts |
 """
 
@@ -19,9 +20,10 @@ PARTS = "mtp_layers_block_type"  # field of Nemotron-H: types of the parts of a 
 
 
 def single_attention(decoder: Any) -> type[nn.Module]:
-    """Returns the class of a layer with one attention (LongCat-Flash), for `MtpModel`."""
-    own = decoder.layers[0]
-    attention, feed_forward, norm = (type(each[0]) for each in (own.self_attn, own.mlps, own.input_layernorm))
+    """Returns the class of a layer with one attention and plain residuals (LongCat-Flash, HY-V4), for `MtpModel`."""
+    own = decoder.layers[-1]
+    parts = own.self_attn, getattr(own, "mlps", own.mlp), own.input_layernorm
+    attention, feed_forward, norm = (type(each[0] if isinstance(each, nn.ModuleList) else each) for each in parts)
 
     class SingleAttention(nn.Module):
         def __init__(self, config: Any, layer_idx: int) -> None:

@@ -27,11 +27,11 @@ from ..base.draft_options import DraftOptions, default_options
 from ..base.plain_config import FLAG, TargetSizes, described
 from ..base.protocol import Ask, Call, Drafter, Read, weights_of
 from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
-from ..base.readings import settle
+from ..base.readings import settle, settled_by
 from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, LevelExpansion
-from .layers import MtpLayers, described_target, layers_in, renamed
+from .layers import MtpLayers, described_target, folder_of, layers_in, renamed
 
 
 class DraftedColumns(DraftedNodes):
@@ -174,6 +174,7 @@ class MtpConfig(TargetSizes):
     """What an [`MtpDrafter`] knows of its target, and how its layers are read."""
 
     last_tap_is_normed: bool = setting("whether the first layer reads the state after the final norm", True, FLAG)
+    hands_on_normed: bool = setting("whether a layer reads the one before after its norm", True, FLAG)
     untold: Sequence[str] = setting("fields that the files leave open; a trial on the target decides", ())
 
     def taps_of(self, num_hidden_layers: int) -> tuple[int, ...]:
@@ -202,25 +203,40 @@ class MtpDrafter(Drafter):
     def __init__(
         self, target: Any, layers: MtpLayers, config: MtpConfig | None = None, loaded_from: Any = None
     ) -> None:
-        self._target, self.layers, self.loaded_from = weakref.ref(target), layers, loaded_from
+        self._target, self.loaded_from, kind = weakref.ref(target), loaded_from, layers.kind
         name, text = str(getattr(target.config, "name_or_path", "") or ""), text_config(target)
-        of_target = MtpConfig(vocab_size=text.vocab_size, target_hidden_size=text.hidden_size, target_name=name)
-        self.config, self.tried, self.trials = config or of_target, dict[str, str](), 0
+        self.config = config or MtpConfig(
+            vocab_size=text.vocab_size,
+            target_hidden_size=text.hidden_size,
+            target_name=name,
+            hands_on_normed=kind.hands_on_normed,
+            untold=kind.untold,
+        )
+        self.layers, self.tried, self.trials = layers.handing_on(self.config.hands_on_normed), dict[str, str](), 0
         self.num_draft_steps = max(layers.count, LEAST_STEPS)
         self._last = len(target.get_decoder().layers)  # hidden state
         self.generation_config = self.default_generation_config()
 
     @classmethod
     def for_target(
-        cls, target: Any, cache_dir: str | os.PathLike[str] | None = None, revision: str | None = None
+        cls,
+        target: Any,
+        cache_dir: str | os.PathLike[str] | None = None,
+        revision: str | None = None,
+        hands_on_normed: bool | None = None,
     ) -> MtpDrafter:
         """Returns the drafter of a loaded target, also inside a PEFT model or `torch.compile`.
 
         A target of the Hub must have been loaded with the same `cache_dir` (by default `HF_HUB_CACHE`) and `revision`.
+        `hands_on_normed` tells whether each layer reads the one before after its norm; None for what is known of the
+        type, which for GLM's a trial finds.
         Raises a DraftingRefused if the checkpoint holds no such layers, or layers that cannot draft here.
         """
-        target = decoding_model(target)
-        return cls(target, MtpLayers.of(target, cache_dir=cache_dir, revision=revision))
+        target, hub = decoding_model(target), {"cache_dir": cache_dir, "revision": revision}
+        drafter = cls(target, MtpLayers.of(target, **hub), loaded_from=folder_of(target, hub))
+        given = {} if hands_on_normed is None else {"hands_on_normed": hands_on_normed}
+        drafter.reread(**vars(settled_by(drafter.config, **given)))
+        return drafter
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
@@ -266,6 +282,7 @@ class MtpDrafter(Drafter):
 
     def reread(self, **fields: Any) -> None:
         self.config = replace(self.config, **fields)
+        self.layers = self.layers.handing_on(self.config.hands_on_normed)
 
     def borrow(self, *_: Any) -> TargetWeights:
         ids = torch.arange(self.layers.vocab_size, device=self.device)

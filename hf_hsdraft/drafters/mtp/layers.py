@@ -54,18 +54,22 @@ class Kind:
     normed: bool = True  # whether a norm follows the layer
     hands_on_normed: bool = True  # whether the next layer reads the normed output
     own_heads: bool = False  # whether each layer has its own output head
+    own_embedding: bool = False  # whether they read their own embeddings
+    untold: tuple[str, ...] = ()  # questions (`base/readings.py`) that its reference implementations answer differently
     block: Callable[[Any], type[nn.Module]] | None = None  # makes the class of its decoder layer; None for the target's
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the layers' configuration
 
 
 _FINAL = (("final_layernorm.", "shared_head.norm."),)
+_HANDED_ON = ("hands_on_normed",)
 _QWEN = Kind("qwen3_5_mtp.py", counted_by="mtp_num_hidden_layers", uncounted=1)
 KINDS = {
     "qwen3_next": _QWEN, "qwen3_5_text": _QWEN, "qwen3_5_moe_text": _QWEN,
+    "glm4_moe": Kind("glm4_moe_mtp.py", untold=_HANDED_ON),
     "exaone_moe": Kind("exaone_moe_mtp.py", mlp="dense"),
     "exaone4_5": Kind("exaone4_5_mtp.py", uncounted=1, attention=None),
-    "glm4_moe_lite": Kind("glm4_moe_lite_mtp.py"),
-    "glm_ocr_text": Kind("glm_ocr_mtp.py"),
+    "glm4_moe_lite": Kind("glm4_moe_lite_mtp.py", untold=_HANDED_ON),
+    "glm_ocr_text": Kind("glm_ocr_mtp.py", untold=_HANDED_ON),
     "deepseek_v32": Kind("deepseek_mtp.py", attention=INDEXED),
     "glm_moe_dsa": Kind("deepseek_mtp.py", attention=INDEXED),
     "hy_v3": Kind("hy_v3_mtp.py", _FINAL),
@@ -79,6 +83,9 @@ KINDS = {
     "ernie4_5_moe": Kind("ernie_mtp.py", (
         ("mtp_emb_norm.", "enorm."), ("mtp_hidden_norm.", "hnorm."), ("mtp_linear_proj.", "eh_proj."),
     ), normed=False, fields={"moe_layer_start_index": 2**30}),  # no experts
+    "hy_v4": Kind("../../models/hy_v4/nvidia/mtp.py", _FINAL, attention=INDEXED, block=single_attention,
+                  fields={"indexer_types": ["full"] * 8}),
+    "dots3_note_text": Kind("../../models/dots3_note/nvidia/mtp.py", attention=SLIDING, own_embedding=True),
     "longcat_flash": Kind("longcat_flash_mtp.py", (
         ("enorm.m.", "enorm."), ("hnorm.m.", "hnorm."), ("transformer_layer.", ""),
     ), uncounted=1, block=single_attention),
@@ -91,15 +98,17 @@ KINDS = {
 # The package speculators names the parts of all types alike.
 OF_SPECULATORS = Kind("speculators", (
     ("token_layernorm.", "enorm."), ("hidden_layernorm.", "hnorm."), ("input_proj.", "eh_proj."), *_FINAL,
-), uncounted=1)  # fmt: skip
+), uncounted=1, untold=("last_tap_is_normed",))  # fmt: skip
 
 # Types whose files may hold such layers that no class of transformers computes.
 UNABLE = {
     "deepseek_v4": "mix several streams of hidden states",
+    "qwen4_exp_text": "mix several streams of hidden states",
+    "glm5_next_text": "choose groups of keys in a way that is not followed by node",
     "minimax_m3_vl_text": "choose blocks of keys in a way that is not followed by node",
 }
 
-_OTHERS = Kind("transformers", counted_by="num_mtp_layers")
+OTHERS = Kind("transformers", counted_by="num_mtp_layers")
 _PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 # Not weights, and copies of the target's embedding and head.
 _LEFT_OUT = ("rotary_emb.inv_freq", ".embed_tokens.weight", ".shared_head.weight", ".shared_head.head.weight")
@@ -110,7 +119,7 @@ _BESIDE = re.compile(r"(?:\w+\.)*?mtp\.(.+)")
 
 def kind_of(config: Any) -> Kind:
     """Returns the row of a target's configuration."""
-    return KINDS.get(config.model_type) or KINDS.get(config.get_text_config().model_type, _OTHERS)
+    return KINDS.get(config.model_type) or KINDS.get(config.get_text_config().model_type, OTHERS)
 
 
 def described(config: Any, count: int | None = None, kind: Kind | None = None) -> Any:
@@ -122,12 +131,16 @@ def described(config: Any, count: int | None = None, kind: Kind | None = None) -
         told = (getattr(each, name, None) for each in (text, config) for name in names)
         count = int(next((each for each in told if each is not None), kind.uncounted))
     text.num_mtp_layers = count
-    if kind is _OTHERS:
+    if kind is OTHERS:
         return config
     for name, value in (("layer_types", kind.attention), ("mlp_layer_types", kind.mlp)):
         types = getattr(text, name, None)
         if types is not None and len(getattr(text, f"mtp_{name}", None) or ()) != count:
             setattr(text, f"mtp_{name}", list(types[:count]) if value is None else [value] * count)
+    sizes, types = text.to_dict().get("per_layer_config"), getattr(text, "layer_types", None) or ()
+    if sizes and kind.attention in types:  # of other widths
+        at = types.index(kind.attention)
+        text.mtp_per_layer_config = dict.fromkeys(range(count), sizes.get(at) or sizes.get(str(at)))
     text.mtp_hidden_states_first = kind.states_first
     if not hasattr(text, "rms_norm_eps"):
         text.rms_norm_eps = text.layer_norm_epsilon
@@ -172,7 +185,8 @@ def renamed(names: Collection[str], config: Any, apart: bool = False, kind: Kind
     """
     first, kind, found = config.get_text_config().num_hidden_layers, kind or kind_of(config), {}
     for name in names:
-        if name.endswith(_LEFT_OUT) and not (kind.own_heads and name.endswith(".head.weight")):
+        own = (kind.own_heads and name.endswith(".head.weight")) or (kind.own_embedding and name.endswith(_EMBEDDING))
+        if name.endswith(_LEFT_OUT) and not own:
             continue
         if (layer := _IN_LAYER.fullmatch(name)) is None:
             if (beside := _BESIDE.fullmatch(name)) is not None:
@@ -193,6 +207,7 @@ def renamed(names: Collection[str], config: Any, apart: bool = False, kind: Kind
 
 
 _NUMBER = re.compile(r"model\.layers\.(\d+)\.")
+_EMBEDDING = "mtp.embed_tokens.weight"
 _HEAD = re.compile(r"model\.layers\.(\d+)\.shared_head\.head\.weight")
 
 Write = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -225,12 +240,21 @@ class MtpLayers:
         windows: sliding window of each layer in tokens; None for all positions.
         num_stored: number of pairs of keys and values that are stored of a position, for layers and their indexes.
         heads: output heads of the layers; None if they use the target's.
+        table: embedding of the layers; None if they use the target's.
+        kind: their row of `KINDS`.
     """
 
-    def __init__(self, model: MtpModel, kind: Kind | None = None, heads: nn.ModuleList | None = None) -> None:
-        self.model, self.heads, config = model, heads, model.config
+    def __init__(
+        self,
+        model: MtpModel,
+        kind: Kind | None = None,
+        heads: nn.ModuleList | None = None,
+        table: nn.Embedding | None = None,
+    ) -> None:
+        self.model, self.kind, config = model, kind or kind_of(model.config), model.config
+        self.heads, self.table = heads, table
         self.count = len(model.layers)
-        self._norms_later = kind is not None and not kind.hands_on_normed
+        self._hands_on_normed = self.kind.hands_on_normed
         types = list(getattr(config, "layer_types", None) or [])[: self.count] or [ATTENTION] * self.count
         if unknown := sorted({str(each) for each in types} - {ATTENTION, SLIDING, INDEXED}):
             raise DraftingRefused(
@@ -243,9 +267,12 @@ class MtpLayers:
         self._has_axes = "mrope_section" in (getattr(config, "rope_parameters", None) or {})
         if config._attn_implementation != "eager":
             config._attn_implementation = "sdpa"  # takes any mask
-        for layer in model.layers:
-            layer.use_post_norm = layer.use_post_norm and not self._norms_later
-            layer.mtp_block.register_forward_hook(_alone)
+
+    def handing_on(self, normed: bool) -> MtpLayers:
+        """Returns the same layers, of which each reads the output of the one before after its norm, or before it."""
+        made = copy.copy(self)
+        made._hands_on_normed = normed
+        return made
 
     @property
     def vocab_size(self) -> int:
@@ -263,13 +290,13 @@ class MtpLayers:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings `[..., D]` of tokens `[...]`, int64."""
-        table = self.model.embed_tokens
+        table = self.model.embed_tokens if self.table is None else self.table
         return table(tokens.to(table.weight.device)).to(self.device, self.dtype)
 
     def logits(self, states: torch.Tensor, layer: int) -> torch.Tensor:
         """Returns the logits `[..., V]` of a layer's outputs `[..., D]`."""
-        if self._norms_later:
-            states = self.model.layers[layer].post_norm(states)
+        if not self._hands_on_normed:
+            states = self._normed(states, layer)
         if self.heads is not None:
             return self.heads[layer](states)
         return self.model._project_to_logits(states).to(self.device)
@@ -283,8 +310,8 @@ class MtpLayers:
         mask: torch.Tensor | None,  # `[B, n, P]`, bool, True where a query may look; None for everywhere
         write: Write,
     ) -> torch.Tensor:
-        """Returns a layer's outputs `[B, n, D]`, normed if the model norms them."""
-        model = self.model
+        """Returns a layer's outputs `[B, n, D]`, as the next layer reads them."""
+        model, parts = self.model, self.model.layers[layer]
         if mask is None and self.num_stored > self.count:  # an index takes no None
             mask = embeds.new_ones(*embeds.shape[:2], 1, dtype=torch.bool)
         if mask is not None:
@@ -296,15 +323,26 @@ class MtpLayers:
             at = positions.expand(3, -1, -1) if self._has_axes else positions  # text has the same position on all axes
             cos, sin = rotary(embeds, position_ids=at, **typed)
             places = cos.to(embeds.device), sin.to(embeds.device)
-        outputs: torch.Tensor = model.layers[layer](
-            embeds,
-            states,
+        pair = [parts.enorm(embeds), parts.hnorm(states)]
+        if getattr(model.config, "mtp_hidden_states_first", False):
+            pair.reverse()
+        outputs = parts.mtp_block(
+            parts.eh_proj(torch.cat(pair, dim=-1)),
             position_embeddings=places,
             position_ids=positions,
             attention_mask=mask,
             **{CACHE: _Buffer(write, self.count)},
         )
-        return model.shared_post_norm(outputs) if model.use_shared_post_norm else outputs
+        made: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+        return self._normed(made, layer) if self._hands_on_normed else made
+
+    def _normed(self, outputs: torch.Tensor, layer: int) -> torch.Tensor:
+        """Returns a layer's outputs behind its norm, or the one of all layers."""
+        norm = self.model.layers[layer].post_norm
+        if self.model.use_shared_post_norm:
+            norm = self.model.shared_post_norm
+        normed: torch.Tensor = outputs if norm is None else norm(outputs)
+        return normed
 
     def follow(self, target: Any) -> None:
         """Follows a target that has been moved, or whose embedding or head has been replaced, since they were read."""
@@ -340,16 +378,11 @@ class MtpLayers:
     def own_parts(self) -> list[nn.Module]:
         """The parts that are not the target's."""
         shared = [self.model.shared_post_norm] if self.model.use_shared_post_norm else []
-        return [self.model.layers, *shared, *([] if self.heads is None else [self.heads])]
+        return [self.model.layers, *shared, *(each for each in (self.heads, self.table) if each is not None)]
 
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], MtpLayers]] = weakref.WeakKeyDictionary()
 _lock, _following = new_lock(), new_lock()  # calls of several threads follow their target at once
-
-
-def _alone(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """A hook for layers that return more than their output."""
-    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
@@ -368,7 +401,7 @@ def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
         )
 
     def checkpoint() -> Checkpoint:
-        folder = _folder_of(target, hub)
+        folder = folder_of(target, hub)
         return Checkpoint(place, folder, read_json(folder / CONFIG_NAME))
 
     return _read_from(target, place, checkpoint)
@@ -414,6 +447,8 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
     with ContextManagers(MtpModel.get_init_context(dtype, False, False, None)):
         model = MtpModel(seen, len(numbers))
     state = {names[name]: tensor for name, tensor in checkpoint.tensors(names.keys())}
+    rows = state.pop(_EMBEDDING, None)
+    table = None if rows is None else nn.Embedding.from_pretrained(rows.to(place, dtype))
     found = {int(layer[1]) - first: state.pop(name) for name in list(state) if (layer := _HEAD.fullmatch(name))}
     loading = LoadStateDictConfig(
         weight_mapping=model.get_weight_conversions(seen), device_map={"": place}, dtype=dtype
@@ -425,13 +460,13 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
         raise ValueError("; ".join(f"{what}: {few(sorted(map(str, keys)))}" for what, keys in wrong.items() if keys))
     model.tie_with_main_model(target)
     if not kind.own_heads or not found:
-        return MtpLayers(model, kind)
+        return MtpLayers(model, kind, table=table)
     heads = nn.ModuleList()
     for number in sorted(numbers):
         rows, size = found[number].shape
         heads.append(nn.Linear(size, rows, bias=False, device="meta"))
         heads[-1].weight = nn.Parameter(found[number].to(place, dtype))
-    return MtpLayers(model, kind, heads)
+    return MtpLayers(model, kind, heads, table)
 
 
 def _last_place(target: Any) -> torch.device:
@@ -439,7 +474,7 @@ def _last_place(target: Any) -> torch.device:
     return next(weight.device for weight in next(reversed(target.get_decoder().layers)).parameters())
 
 
-def _folder_of(target: Any, hub: Mapping[str, Any]) -> Path:
+def folder_of(target: Any, hub: Mapping[str, Any]) -> Path:
     """The folder that a target was loaded from; a FileNotFoundError if it is gone from the cache."""
     name = target.config.name_or_path
     if os.path.isdir(name):
