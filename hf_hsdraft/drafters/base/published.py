@@ -23,8 +23,9 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes, rotary_of
 from .draft_options import DraftOptions, check_refiners, default_options
+from .drafted_ids import drafted_ids
 from .plain_config import FLAG, MOST_OF_TARGET, TargetSizes
-from .published_format import PublishedFormat, drafted_ids
+from .published_format import PublishedFormat
 from .readings import settle, settled_by, told
 from .registry import misfit, recognise
 from .saved_drafter import Placement, SavedDrafter, take_options

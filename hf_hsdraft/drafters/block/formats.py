@@ -8,19 +8,8 @@ from typing import Any
 
 from ...core.checks import printable
 from ...hub.checkpoint import Checkpoint, speculators_type
-from ..base.published_format import (
-    FOREIGN,
-    OF_GEMMA,
-    OURS,
-    PublishedFormat,
-    gemma_sizes,
-    rope,
-    same,
-    shown,
-    speculators,
-    taps,
-    told,
-)
+from ..base.published_format import FOREIGN, OURS, PublishedFormat, same, shown, speculators, taps, told
+from ..base.published_layers import OF_GEMMA, gemma_sizes, rope
 from ..base.registry import register_refusal
 from . import rows
 from .drafter import BlockDrafter

@@ -13,7 +13,8 @@ from ...hub.checkpoint import LOOSE_MASK
 from ...hub.drafter_files import CONFIG
 from ..base.decoder_layer import LayerSizes
 from ..base.published import MOST_LAYERS
-from ..base.published_format import REQUIRED, Files, Row, read_rope, read_windows, sizes, taps, told
+from ..base.published_format import REQUIRED, Files, Row, taps, told
+from ..base.published_layers import read_rope, read_windows, sizes
 from .configuration import BlockConfig, Sight, spread_layers
 
 OWN = "dflash_config"  # fields that it lacks may be at the top
