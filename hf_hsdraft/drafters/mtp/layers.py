@@ -463,8 +463,8 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
         return MtpLayers(model, kind, table=table)
     heads = nn.ModuleList()
     for number in sorted(numbers):
-        rows, size = found[number].shape
-        heads.append(nn.Linear(size, rows, bias=False, device="meta"))
+        count, size = found[number].shape
+        heads.append(nn.Linear(size, count, bias=False, device="meta"))
         heads[-1].weight = nn.Parameter(found[number].to(place, dtype))
     return MtpLayers(model, kind, heads, table)
 

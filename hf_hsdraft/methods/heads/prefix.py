@@ -52,7 +52,8 @@ class PrefixLayer(nn.Module):
     def like(self, target: Any) -> PrefixLayer:
         """Returns a layer with the same weights and a target's heads, rotary embedding and epsilon."""
         config: Any = text_config(target)
-        sizes = replace(self._sizes, **heads_of(config), rms_norm_eps=config.rms_norm_eps)
+        of_target: dict[str, Any] = {**heads_of(config), "rms_norm_eps": config.rms_norm_eps}
+        sizes = replace(self._sizes, **of_target)
         with torch.device("meta"):
             made = PrefixLayer(sizes)
         made.load_state_dict(self.state_dict(), assign=True)
