@@ -95,7 +95,7 @@ class Checkpoint:
             self.also(*(listed or _SINGLE))
             if not listed and not self._local:
                 self.also(*_PICKLED)
-        return self._local or weight_files(self.folder)  # which says what is missing
+        return self._local or weight_files(self.folder, f", nor {few(_PICKLED)}")  # which says what is missing
 
     @property
     def _local(self) -> list[Path]:

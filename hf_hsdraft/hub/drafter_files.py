@@ -115,11 +115,14 @@ def check_is_drafter(folder: Path, model_type: str | None) -> None:
         raise ValueError(f"{', '.join(wrong)} must not be in a drafter's configuration: remove it")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in a folder. Raises an OSError if any is missing, and a DamagedFile."""
+def weight_files(folder: Path, others: str = "; weights are read from safetensors files only") -> list[Path]:
+    """Returns the files of weights in a folder. Raises an OSError if any is missing, and a DamagedFile.
+
+    `others` says what else was looked for.
+    """
     names = [WEIGHTS] if (folder / WEIGHTS).is_file() else listed_files(folder) or [WEIGHTS]
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise OSError(f"{folder} has no {few(missing)}; weights are read from safetensors files only")
+        raise OSError(f"{folder} has no {few(missing)}{others}")
     return [folder / name for name in names]
 
 

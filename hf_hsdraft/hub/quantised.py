@@ -241,13 +241,17 @@ def is_of_inputs(name: str) -> bool:
     return name.endswith(_OF_INPUTS)
 
 
+_OF_BITS_AND_BYTES = ".SCB", ".absmax"
+
+
 def unread(tensors: Mapping[str, str], config: Mapping[str, Any]) -> str:
     """Returns how the remaining tensors, by dtype, are quantised that `packed_weights` does not know, or ""."""
     packed = [name for name, dtype in tensors.items() if dtype not in DTYPES.values() and dtype not in _INTEGERS]
-    packed += [name for name in tensors if name.endswith(("qweight", "weight_packed", "_scale_inv"))]
+    marks = "qweight", "weight_packed", "_scale_inv", *_OF_BITS_AND_BYTES
+    packed += [name for name in tensors if name.endswith(marks)]
     if not packed:
         return ""
-    of_bits_and_bytes = any("bitsandbytes" in name or name.endswith((".SCB", ".absmax")) for name in tensors)
+    of_bits_and_bytes = any("bitsandbytes" in name or name.endswith(_OF_BITS_AND_BYTES) for name in tensors)
     method = "bitsandbytes" if of_bits_and_bytes else Settings.of(config).method
     known, names = ", ".join(dict.fromkeys(scheme.name for scheme in SCHEMES)), few(sorted(set(packed)))
     return (

@@ -433,7 +433,15 @@ def test_info_says_which_state_is_fed_back(learned, own_tokenizer, tmp_path):
 
 def test_eagle4_is_not_taken_for_eagle3(tmp_path):
     write(tmp_path, authors_config(architectures=["LlamaForCausalLMEagle4"]), midlayer_state())
-    with pytest.raises(ValueError, match=r"no drafter of a known format \(architectures=.*Eagle4.*expected one of"):
+    with pytest.raises(ValueError, match="is an EAGLE-4 drafter, whose licence lets no other program read it"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_files_without_weights_say_which_were_looked_for(tmp_path):
+    write(tmp_path, authors_config(), midlayer_state())
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(OSError, match=r"has no model.safetensors, nor pytorch_model.bin, medusa_lm_head.pt"):
         AutoDrafter.from_pretrained(tmp_path)
 
 

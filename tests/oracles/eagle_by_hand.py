@@ -423,7 +423,7 @@ _REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("EAGLE-3, a part of the rows is missing", r"missing: lm_head\.weight", {"head": False}),
     ("MLA, pairs of halves", "rope_interleave=False", {
         "names": _as_is, "latent": LATENT, "config": {**_MLA, "rope_interleave": False}}),
-    ("EAGLE-4", "no drafter of a known format", {"config": {"architectures": ["LlamaForCausalLMEagle4"]}}),
+    ("EAGLE-4", "is an EAGLE-4 drafter, whose licence", {"config": {"architectures": ["LlamaForCausalLMEagle4"]}}),
     ("vLLM EAGLE-1, norms of the inputs", "add_para_norm=true", {**_OLDER, "config": {"add_para_norm": True}}),
     ("speculators eagle, norms", "layernorms=True", {
         **_OLDER, "names": _of_speculators, "nested": "transformer_layer_config",

@@ -27,7 +27,12 @@ _LAYERS = {
     "qwen3_next": 1,
     "qwen3_5_text": 1,
 }
-_OWN_LISTS = ("deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")  # types that do not run with full attention alone
+_OWN_LISTS = (
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "hy_v4",
+    "mimo_v2_flash",
+)  # types that do not run with full attention alone
 GENERATING = {**AutoModelForCausalLM._model_mapping, **AutoModelForImageTextToText._model_mapping}
 LAYERS = {name: count for name, count in _LAYERS.items() if name in CONFIG_MAPPING}  # sarvam since 5.24
 

@@ -146,7 +146,13 @@ def _mask(files: Files, each: Field[Any]) -> int | None:
     return found
 
 
+def is_eagle4(checkpoint: Checkpoint) -> bool:
+    return "Eagle4" in str(checkpoint.config.get("architectures"))
+
+
 def _why_refused(checkpoint: Checkpoint) -> str:
+    if is_eagle4(checkpoint):
+        return "is an EAGLE-4 drafter, whose licence lets no other program read it: expected another of this target"
     kind, heads = speculators_type(checkpoint), of_target(checkpoint.shapes)
     if kind != "mtp" and not heads:
         return ""
@@ -161,9 +167,9 @@ def _may_be_refused(config: Mapping[str, Any]) -> bool:
 
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:
-    """Whether the first layer reads a state and an embedding; the licence of EAGLE-4 lets no other program read it."""
+    """Whether the first layer reads a state and an embedding."""
     layer = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
-    others = speculators_type(checkpoint) or "Eagle4" in str(checkpoint.config.get("architectures"))
+    others = speculators_type(checkpoint) or is_eagle4(checkpoint)
     return not others and any(name in checkpoint.shapes for name in layer)
 
 
@@ -286,4 +292,4 @@ FORMATS = (
 
 for _form in FORMATS:
     _form.register()
-register_refusal("heads of a target", 72, _why_refused, _may_be_refused)
+register_refusal("EAGLE-4, heads of a target", 72, _why_refused, _may_be_refused)

@@ -19,7 +19,7 @@ from ..base.drafted_ids import TOKEN_MAP
 from ..base.published_format import Files, PublishedFormat, speculators, told
 from ..base.published_layers import sizes
 from .drafter import EagleDrafter
-from .formats import COMMON, EXPECTED, IGNORED, TYPES, layers, of_target, proposed
+from .formats import COMMON, EXPECTED, IGNORED, TYPES, is_eagle4, layers, of_target, proposed
 
 _LISTS, _USUAL_LIST = "freq_*.pt", 32768
 
@@ -28,7 +28,7 @@ def _is_eagle1(checkpoint: Checkpoint, nested: bool) -> bool:
     """Whether `fc` takes an embedding and a state of the same width, and no layer does."""
     names, config = checkpoint.shapes, checkpoint.config
     width = names.get("fc.weight", (0, 1))
-    others = speculators_type(checkpoint) or "Eagle4" in str(config.get("architectures")) or of_target(names)
+    others = speculators_type(checkpoint) or is_eagle4(checkpoint) or of_target(names)
     has_layer = any(name.endswith("layers.0.self_attn.q_proj.weight") for name in names)
     is_older = has_layer and not any("hidden_norm" in name for name in names)
     return not others and is_older and width[1] == 2 * width[0] and isinstance(config.get("model"), dict) is nested
