@@ -8,8 +8,8 @@
 
 Each client sends its next request when it has its answer; with `--rate`, requests come at random times instead, as many
 a second (a Poisson load). `--picture` draws how many answers and first tokens were there by when.
-All ways decode the same requests greedily to the same lengths, in one process, one way after another. Each first decodes
-`--batch` of them, which is not timed: costs are measured and layers compiled then.
+All ways decode the same requests greedily to the same lengths, in one process, one way after another. Each first
+decodes `--batch` of them, which is not timed: costs are measured and layers compiled then.
 
 - together: `hf_hsdraft.generate_many`, with the drafter
 - one by one: `generate()` with the drafter, first come, first served
