@@ -200,7 +200,7 @@ class PackedWeight:
         if self._copy is not None and usual and x.numel():
             if not isinstance(self._copy, SmallCopy):
                 return self._quicker_product(x, self._copy, bias)
-            if x.numel() <= self._copy.most_rows(x.dtype) * x.shape[-1]:
+            if x.numel() <= TUNING.small_rows * x.shape[-1]:
                 return self._copy(x, bias)
         return self._own_product(x, bias)
 

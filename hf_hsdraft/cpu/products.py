@@ -53,7 +53,7 @@ class Product:
         self._few = TUNING.rows_in_8_bits if weight.numel() < TUNING.large_weight else TUNING.large_rows_in_8_bits
         self._by_kernel = None if self._small is None else _for_kernel(*self._small)
         if self._by_kernel is not None and self._by_kernel.operators.is_quick():
-            self._few = self._by_kernel.most_rows(self.weight.dtype)
+            self._few = TUNING.small_rows
         small = self.weight.numel() * self.weight.element_size() <= TUNING.product_bytes
         self._packed = PackedWeight(self.weight) if _rounding.get() and small and has_kernel(self.weight) else None
 

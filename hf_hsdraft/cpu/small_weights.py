@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..core.tuning import TUNING
 from .kernel import Kernel
 from .private_operators import integers
 
@@ -44,11 +43,6 @@ class SmallCopy:
     @property
     def outputs(self) -> int:
         return self.blocks.shape[0] * OUTPUTS
-
-    def most_rows(self, dtype: torch.dtype) -> int:
-        """The number of rows of inputs up to which this product is quicker than that of the dequantised weight."""
-        quick = self.format == INT8 or (dtype == torch.bfloat16 and self.operators.has_tiles())
-        return TUNING.small_rows if quick else TUNING.rows_of_blocks
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, by_tiles: bool = True) -> torch.Tensor:
         """x W^T + b of `[..., inputs]`, bfloat16 or float32; `bias` has the same dtype, and is contiguous.

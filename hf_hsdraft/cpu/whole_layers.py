@@ -332,9 +332,7 @@ class Chain:
         if not (plain and joint) or any(map(torch.Tensor.is_inference, weights)):  # these have no version
             return None
         self._weights = weights
-        self._most_rows = min(
-            (copy.most_rows(dtype) for copy in copies if isinstance(copy, SmallCopy)), default=sys.maxsize
-        )
+        self._most_rows = TUNING.small_rows if any(isinstance(copy, SmallCopy) for copy in copies) else sys.maxsize
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
     def _rooms(self, cache: Any, x: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], int] | None:
