@@ -1,6 +1,6 @@
 """Parity of published formats with their reference implementations, as a table.
 
-    python benchmarks/format_parity.py ["z-lab DFlash" ...]
+    PYTHONPATH=JetSpec:DeepSpec python benchmarks/format_parity.py ["z-lab DFlash" ...]
 
 The cases of each family are in `tests/oracles`.
 """
