@@ -40,7 +40,8 @@ from ..base.registry import (
 )
 from ..base.saved_drafter import Placement, take_options
 from .drafter import LEAST_STEPS, MtpConfig, MtpDrafter, MtpSession
-from .layers import KINDS, OF_SPECULATORS, OTHERS, Kind, MtpLayers
+from .kinds import KINDS, OF_SPECULATORS, OTHERS, Kind
+from .layers import MtpLayers
 
 _MARK = "model.layers.0.eh_proj.weight"
 _MARK_OF_SPECULATORS = "mtp_layers.0.input_proj.weight"

@@ -31,7 +31,8 @@ from ..base.readings import settle, settled_by
 from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, LevelExpansion
-from .layers import MtpLayers, described_target, folder_of, layers_in, renamed
+from .kinds import described_target, layers_in, renamed
+from .layers import MtpLayers, folder_of
 
 
 class DraftedColumns(DraftedNodes):
