@@ -63,11 +63,8 @@ def _describe(module: nn.Module, described: dict[Any, str]) -> str:
 
 def _code(function: Any, within: tuple[Any, ...] = ()) -> str:
     """A digest of a function's code, and of what it reads and calls now: names may get other values at any time."""
-    space, codes, reads = function.__globals__, [function.__code__], dict[str, Any]()
-    for code in codes:  # grows by those of functions inside
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        named = (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
-        reads |= {name: space[name] for name in named if name in space}
+    space, (names, contents) = function.__globals__, _read_by(function.__code__)
+    reads: dict[str, Any] = {name: space[name] for name in names if name in space}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     reads |= {f"{name} outside": cell.cell_contents for name, cell in cells}
     reads |= {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
@@ -77,9 +74,18 @@ def _code(function: Any, within: tuple[Any, ...] = ()) -> str:
         for each in reads.values()
         if inspect.isfunction(each) and each is not function and each not in within and len(within) < _DEEPEST
     ]
-    constants = [each for code in codes for each in code.co_consts if not isinstance(each, types.CodeType)]
-    text = repr(([(code.co_code, code.co_names) for code in codes], constants, held))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(f"({contents}, {held!r})".encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(1024)
+def _read_by(code: types.CodeType) -> tuple[list[str], str]:
+    """The global names that code reads, and what it consists of; both with the functions inside."""
+    codes = [code]
+    for each in codes:  # grows
+        codes += [part for part in each.co_consts if isinstance(part, types.CodeType)]
+    steps = (step for each in codes for step in dis.get_instructions(each) if step.opname == "LOAD_GLOBAL")
+    constants = [part for each in codes for part in each.co_consts if not isinstance(part, types.CodeType)]
+    return [step.argval for step in steps], f"{[(each.co_code, each.co_names) for each in codes]}, {constants}"
 
 
 def _code_of(kind: type) -> str:
