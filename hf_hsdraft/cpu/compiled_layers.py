@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.stand_ins import is_compiled, standing_in
+from ..core.stand_ins import standing_in
 from ..core.tuning import TUNING
 from .grouped_attention import is_in_place
-from .layer_form import MASK, Form, arguments_of, cache_of, description_of, form_of
+from .known_layers import KnownLayers
+from .layer_form import MASK, Form, arguments_of, cache_of, form_of
 from .layer_operators import Step
 from .layer_programs import Entry, Program, entry_of
 from .packed_weights import joined_product
@@ -35,36 +36,37 @@ class CompiledLayers:
         layers: decoder layers of the target.
         asked_for: the option `compiled_layers`.
         may_pack: returns whether weights are packed, or may be in this call; layers of the common form wait for that.
+        target: whose layers these are; what is found out about them is kept for its later calls.
 
     Attributes:
         running: whether a program or our operator runs.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], asked_for: bool | None, may_pack: Callable[[], bool] = lambda: False
+        self,
+        layers: Sequence[nn.Module],
+        asked_for: bool | None,
+        may_pack: Callable[[], bool] = lambda: False,
+        target: Any = None,
     ) -> None:
         self._at_once, self._may_pack, self.running, self._groups = bool(asked_for), may_pack, False, list[Group]()
         self._chains, self.whole = list[Chain](), True
         self._layers: dict[Any, _Layer] = {}
         self._waiting: dict[str, tuple[Entry, nn.Module, Form]] = {}
         self._last: _Call | None = None
-        if (
-            asked_for is False
-            or sys.platform != "linux"
-            or not layers
-            or not all(_is_worth_it(layer, bool(asked_for)) for layer in layers)
-        ):
+        if asked_for is False or sys.platform != "linux" or not layers:
             return
-        described = dict[Any, str]()
-        for layer in layers:
-            try:
-                self._layers[layer] = _Layer(self, layer, description_of(layer, described))
-            except Exception:  # attributes and weights of other libraries may not be describable
-                continue
-        if len({each.description for each in self._layers.values()}) > TUNING.most_kinds_of_layers:
-            self._layers.clear()
+        known = KnownLayers.of(layers, target)
+        if not known.largest or not (asked_for or known.largest >= TUNING.compiled_least_numbers):
+            return
+        if len(set(known.descriptions.values())) > TUNING.most_kinds_of_layers:
+            return
+        for place, layer in enumerate(layers):
+            if layer in known.descriptions:
+                watch = known.watch(place, place + 1, False)
+                self._layers[layer] = _Layer(self, layer, known.descriptions[layer], watch)
         if len(self._layers) == len(layers):
-            self._chains = chains_of([(layer, each.description) for layer, each in self._layers.items()], self.joins)
+            self._chains = chains_of(known.descriptions, self.joins, known.watch)
         if self._chains and (KERNEL.operators() is not None or KERNEL.may_come):
             for chain in self._chains:  # before the first copies are made, which would be made again
                 self.joins(chain.groups)
@@ -139,11 +141,11 @@ class _Call(NamedTuple):
 class _Layer:
     """Stands in for a layer."""
 
-    def __init__(self, owner: CompiledLayers, layer: nn.Module, description: str) -> None:
+    def __init__(self, owner: CompiledLayers, layer: nn.Module, description: str, watch: Watch) -> None:
         self._owner, self.description = owner, description
         self.chain: Chain | None = None
         self.place = 0
-        self._hooks, self._watch = layer._forward_hooks, Watch([layer], weights=False)
+        self._hooks, self._watch = layer._forward_hooks, watch
         self._entries: dict[Form, Entry] = {}
         self._bound: dict[tuple[int, bool, bool], _Bound] = {}
 
@@ -253,11 +255,3 @@ def _after_hooks(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         changed = hook(layer, *given, output)
         output = output if changed is None else changed
     return output
-
-
-def _is_worth_it(layer: nn.Module, asked_for: bool) -> bool:
-    """Whether a layer is on a CPU, of plain weights, and large enough, if that was not asked for."""
-    weights = [module.weight for module in layer.modules() if type(module) is nn.Linear]
-    if not weights or any(map(is_compiled, layer.modules())) or any(part.device.type != "cpu" for part in weights):
-        return False
-    return asked_for or max(weight.numel() for weight in weights) >= TUNING.compiled_least_numbers

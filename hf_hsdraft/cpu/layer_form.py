@@ -47,18 +47,33 @@ def _describe(module: nn.Module, described: dict[Any, str]) -> str:
     for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
         tensors[name] = None if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
     if kind not in described:
-        described[kind] = f"{_plain(kind)} {_code_of(kind)}"
+        described[kind] = described_kind(kind)
     parts = [f"{described[kind]} {tensors}"]
     for name, value in own.items():
         if isinstance(value, PreTrainedConfig):
             if id(value) not in described:
-                described[id(value)] = f"{value.to_json_string()} {value._attn_implementation}"
+                described[id(value)] = described_config(value)
             parts.append(described[id(value)])
         elif name == "forward":
             raise CannotCompile("its forward was replaced")
         elif name not in OF_EVERY_MODULE and name != "layer_idx":
-            parts.append(f"{name}={_plain(value)}")
+            parts.append(f"{name}={plain(value)}")
     return " ".join(parts)
+
+
+def described_kind(kind: type) -> str:
+    """What modules of a class compute, but for their attributes."""
+    return f"{plain(kind)} {_code_of(kind)}"
+
+
+def described_config(config: Any) -> str:
+    """All that a configuration says."""
+    return f"{config.to_json_string()} {config._attn_implementation}"
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether what `plain` says of a value is always the same."""
+    return isinstance(value, (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType))
 
 
 def _code(function: Any, within: tuple[Any, ...] = ()) -> str:
@@ -68,7 +83,7 @@ def _code(function: Any, within: tuple[Any, ...] = ()) -> str:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     reads |= {f"{name} outside": cell.cell_contents for name, cell in cells}
     reads |= {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
-    held = [f"{name}={_plain(value)}" for name, value in reads.items()]
+    held = [f"{name}={plain(value)}" for name, value in reads.items()]
     held += [
         _code(each, (*within, function))
         for each in reads.values()
@@ -96,17 +111,18 @@ def _code_of(kind: type) -> str:
     return _code(forward)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A value in words; raises a CannotCompile for what is neither plain, a function nor a container of these."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, tuple | list | set | frozenset):
-        return f"{type(value).__name__}({', '.join(map(_plain, value))})"
+        return f"{type(value).__name__}({', '.join(map(plain, value))})"
     if isinstance(value, GeneralInterface):  # what is registered there is named by the configuration
         return type(value).__name__
     if isinstance(value, dict):
-        return str({_plain(key): _plain(each) for key, each in value.items()})
+        return str({plain(key): plain(each) for key, each in value.items()})
     if isinstance(value, functools.partial):
-        return f"partial({_plain(value.func)}, {_plain(value.args)}, {_plain(value.keywords)})"
+        return f"partial({plain(value.func)}, {plain(value.args)}, {plain(value.keywords)})"
     if isinstance(value, types.ModuleType | logging.Logger):
         return f"{type(value).__name__} {vars(value).get('__name__') or vars(value).get('name')}"
     if hasattr(value, "__qualname__") and hasattr(value, "__module__"):  # a function or class

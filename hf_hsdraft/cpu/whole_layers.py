@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,17 +104,22 @@ def are_close(expected: torch.Tensor, found: torch.Tensor, entered: torch.Tensor
     return bool((expected.float() - found.float()).norm() <= largest * added.norm() + rounding)
 
 
-def chains_of(described: Sequence[tuple[Any, str]], report: Callable[[Sequence[Group]], None]) -> list[Chain]:
-    """Chains of those among layers, each with its description, that follow each other and have the same one.
+def chains_of(
+    descriptions: Mapping[Any, str],
+    report: Callable[[Sequence[Group]], None],
+    watch_of: Callable[[int, int, bool], Watch],
+) -> list[Chain]:
+    """Chains of those among layers, given with their descriptions, that follow each other and have the same one.
 
-    `report` gets linear layers whose products the operator joins.
+    `report` gets linear layers whose products the operator joins. `watch_of` returns a watch over layers from the
+    first to before another one.
     """
-    chains, first = list[Chain](), 0
+    chains, first, described = list[Chain](), 0, list(descriptions.items())
     for place in range(1, len(described) + 1):
         if place == len(described) or described[place][1] != described[first][1]:
             layers = [layer for layer, _ in described[first:place]]
             if _is_common(layers[0]):
-                chains.append(Chain(layers, described[first][1], report))
+                chains.append(Chain(layers, described[first][1], report, watch_of(first, place, True)))
             first = place
     return chains
 
@@ -200,9 +205,11 @@ class Chain:
         waits: whether a later forward may run them, as their weights or the kernel are not ready yet.
     """
 
-    def __init__(self, layers: list[Any], description: str, report: Callable[[Sequence[Group]], None]) -> None:
+    def __init__(
+        self, layers: list[Any], description: str, report: Callable[[Sequence[Group]], None], watch: Watch
+    ) -> None:
         self.layers, self.waits = layers, False
-        self._description, self._report, self._watch = description, report, Watch(layers, weights=True)
+        self._description, self._report, self._watch = description, report, watch
         names = _norms_of(layers[0])
         self._norms: list[list[Any]] = [[name and layer.get_submodule(name) for name in names] for layer in layers]
         self.groups: list[Group] = [tuple(map(layer.get_submodule, group)) for layer in layers for group in _PRODUCTS]

@@ -128,9 +128,8 @@ class Acceleration:
         if programs is not False and self._compiled is None and device_of(self._target).type == "cpu":
             with contextlib.suppress(ValueError):  # no list of layers
                 layers = list(decoder_list(self._target)[1])
-                self._layers = CompiledLayers(
-                    layers, programs, lambda: self._packing is not None and self._packing.may_pack
-                )
+                packing = self._packing
+                self._layers = CompiledLayers(layers, programs, lambda: packing.may_pack, self._target)
                 self.programs = self.packed and self._target in _ran  # most likely again, so costs are known at once
                 if self._packing.weights is not None:
                     self.packs |= self._packing.weights.join(self._layers.new_groups())
