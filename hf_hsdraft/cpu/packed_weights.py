@@ -19,7 +19,8 @@ import time
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
     modules = list(target.modules())
     if any(map(is_compiled, modules)):  # it would be recompiled
         return []
-    linears: list[nn.Linear] = [module for module in modules if _can_be_packed(module, target.dtype)]
+    dtype, multiplies = target.dtype, cache(_multiplies)
+    linears: list[nn.Linear] = [module for module in modules if _can_be_packed(module, dtype, multiplies)]
     return _wanted(linears, asked_for)
 
 
@@ -78,13 +80,20 @@ def has_kernel(weight: torch.Tensor) -> bool:
     """Whether a kernel here multiplies by a copy of `weight`."""
     if quantised_parts(weight) is not None:
         return KERNEL.operators() is not None
-    if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
-        return False
+    return _is_dense(weight) and _multiplies(weight.dtype)
+
+
+def _is_dense(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.layout == torch.strided and weight.numel() > 0
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies by packed copies of weights of this dtype, as it is set now."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
-    return can_pack(weight.dtype)
+    return can_pack(dtype)
 
 
 def _copy_of(weights: Sequence[torch.Tensor]) -> _Copy | None:
@@ -235,14 +244,17 @@ class PackedWeight:
             self._failed = self._copy is None
 
 
-def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
+def _can_be_packed(module: Any, dtype: torch.dtype, multiplies: Callable[[torch.dtype], bool]) -> bool:
     """Whether a module is a plain product: no adapter, nothing that makes or fetches the weight."""
     if type(module) is not nn.Linear or not is_unhooked(module):
         return False
-    if type(module.weight) is not nn.Parameter and quantised_parts(module.weight) is None:
+    weight = module.weight
+    quantised = quantised_parts(weight) is not None
+    if not (quantised or type(weight) is nn.Parameter) or weight.dtype != dtype:
         return False
-    shape = module.out_features, module.in_features
-    return has_kernel(module.weight) and module.weight.dtype == dtype and tuple(module.weight.shape) == shape
+    if tuple(weight.shape) != (module.out_features, module.in_features):
+        return False
+    return KERNEL.operators() is not None if quantised else _is_dense(weight) and multiplies(dtype)
 
 
 _FORWARD = nn.Linear.forward
