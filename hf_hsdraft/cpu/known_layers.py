@@ -36,7 +36,7 @@ class KnownLayers:
             _holders_of(owns),
             [list(own["_buffers"].values()) for own in owns],
         )  # keep their ids
-        self._kinds = list(dict.fromkeys(map(type, self._modules)))
+        self._kinds: list[Any] = list(dict.fromkeys(map(type, self._modules)))
         values = [value for own in owns for name, value in own.items() if name not in OF_EVERY_MODULE]
         self._configs = list({id(each): each for each in values if isinstance(each, PreTrainedConfig)}.values())
         self._others = [each for each in values if not (isinstance(each, PreTrainedConfig) or is_fixed(each))]
