@@ -8,8 +8,8 @@
 
 Each client sends its next request when it has its answer; with `--rate`, requests come at random times instead, as many
 a second (a Poisson load). `--picture` draws how many answers and first tokens were there by when.
-All ways decode the same requests greedily to the same lengths, in one process, one way after another. Each first
-decodes `--batch` of them, which is not timed: costs are measured and layers compiled then.
+All ways decode the same requests greedily to the same lengths, in one process, one way after another. Each
+but vllm first decodes `--batch` of them, which is not timed: costs are measured and layers compiled then.
 
 - together: `hf_hsdraft.generate_many`, with the drafter
 - one by one: `generate()` with the drafter, first come, first served
@@ -155,7 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("vllm: not installed, and no --vllm-python", file=sys.stderr)
             continue
         more = {"python": given.vllm_python, "name": given.target} if way == "vllm" else {}
-        WAYS[way](target, drafter, Load(requests[: given.batch], given.batch, None, 0), given.batch, **more)
+        if way != "vllm":  # its engine would start a second time
+            WAYS[way](target, drafter, Load(requests[: given.batch], given.batch, None, 0), given.batch)
         load = loads[way] = Load(requests, given.clients, given.rate, given.seed)
         tau = WAYS[way](target, drafter, load, given.batch, **more)
         found[way] = {"tokens_per_second": load.row(tokens)[0], "first": load.row(tokens)[1:], "tau": tau}

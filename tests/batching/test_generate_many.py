@@ -341,6 +341,33 @@ def test_nothing_is_left_of_requests_that_are_done(target: Any) -> None:
     assert max(slots) <= 4 * 24 and batching.cache_tokens == 0
 
 
+@pytest.mark.parametrize("end", ["done", "close", "dropped", "error"])
+def test_hooks_stay_between_rounds_and_leave_with_the_last_text(end: str, target: Any, monkeypatch: Any) -> None:
+    def hooks() -> list[int]:
+        return [id(hook) for module in target.modules() for hook in module._forward_hooks.values()]
+
+    assert not hooks()
+    batching = ContinuousBatching(target, make_drafter(target), 4)
+    for first in range(6, 9):
+        batching.submit({"input_ids": torch.tensor([[first, 30, 9]]), "max_new_tokens": 40, "min_new_tokens": 40}, 0)
+    batching.step()
+    between = hooks()
+    batching.step()
+    assert between and hooks() == between  # not installed again
+    if end == "error":
+        changed_forward(monkeypatch, target, lambda *_: 1 / 0)
+        batching.step()
+    elif end == "close":
+        batching.close()
+    elif end == "dropped":
+        del batching
+        gc.collect()
+    else:
+        while batching.busy:
+            batching.step()
+    assert not hooks()
+
+
 @pytest.mark.slow
 def test_nothing_grows_over_many_requests(target: Any) -> None:
     """Neither objects nor tensors, with a drafter that holds states of its own and prompts that begin alike."""

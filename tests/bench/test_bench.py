@@ -32,7 +32,7 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.drafters.base.protocol import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
-from hf_hsdraft.methods.round_profile import profile
+from hf_hsdraft.methods.round_profile import TIMED, profile
 from hf_hsdraft.runtime.misreading import Divergence, first_divergence
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 
@@ -313,6 +313,10 @@ def test_the_command_refuses_before_it_loads_anything(tmp_path):
     ):
         result = CliRunner().invoke(app, [*common, *wrong], env=CONSOLE_WIDTH)
         assert result.exit_code == 2 and message in result.output, result.output
+
+
+def test_every_part_of_a_round_is_timed():
+    assert tuple(TIMED) == PARTS
 
 
 @pytest.mark.parametrize("variant", ["tree", "tree+ngrams"])

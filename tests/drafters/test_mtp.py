@@ -403,6 +403,14 @@ def test_reading_the_layers_leaves_the_target_trainable(checkpoint):
     assert not any(weight.requires_grad for weight in layers.parameters())
 
 
+def test_layers_that_were_read_outlive_their_files(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    first = MtpDrafter.for_target(model)
+    shutil.rmtree(tmp_path / "model")
+    assert MtpDrafter.for_target(model).layers is first.layers
+
+
 def test_wrapped_targets_get_the_layers_of_the_model_inside(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)).eval()

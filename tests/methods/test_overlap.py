@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.methods.coverage import count_covered, count_kinds
-from hf_hsdraft.methods.overlap import Overlap, PromptIndex
+from hf_hsdraft.methods.near_duplicates import Overlap, PromptIndex
 from hf_hsdraft.training.data.conversations import Conversation, Prompt, read_chats
 from hf_hsdraft.training.data.gather import read_sources
 from hf_hsdraft.training.data.plan import TrainingPlan

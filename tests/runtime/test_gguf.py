@@ -1,6 +1,7 @@
 """GGUF files as targets: whose weights are loaded, and which names are understood."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -74,6 +75,14 @@ def test_the_fields_of_a_file_are_parsed_once(tmp_path, monkeypatch):
     expected = write(tmp_path / "model.gguf", 0)
     assert torch.equal(embedding(tmp_path / "model.gguf"), expected)
     assert len(parsed) == 1 and gguf.GGUFReader is reader
+
+
+def test_threads_may_load_files_at_once(tmp_path):
+    paths = [tmp_path / f"{number}.gguf" for number in range(3)]
+    written = [write(path, seed) for seed, path in enumerate(paths)]
+    with ThreadPoolExecutor(3) as pool:
+        for found, expected in zip(pool.map(embedding, paths), written, strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_a_replaced_file_is_another_one_although_size_mtime_and_inode_are_the_same(tmp_path, monkeypatch):

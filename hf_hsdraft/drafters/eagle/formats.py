@@ -152,7 +152,7 @@ def is_eagle4(checkpoint: Checkpoint) -> bool:
 
 def _why_refused(checkpoint: Checkpoint) -> str:
     if is_eagle4(checkpoint):
-        return "is an EAGLE-4 drafter, whose licence lets no other program read it: expected another of this target"
+        return "is an EAGLE-4 drafter, whose licence lets no other program read it: use another drafter for this target"
     kind, heads = speculators_type(checkpoint), of_target(checkpoint.shapes)
     if kind != "mtp" and not heads:
         return ""

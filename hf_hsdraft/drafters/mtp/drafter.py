@@ -32,7 +32,7 @@ from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, LevelExpansion
 from .kinds import described_target, layers_in, renamed
-from .layers import MtpLayers, folder_of
+from .layers import MtpLayers
 
 
 class DraftedColumns(DraftedNodes):
@@ -233,8 +233,9 @@ class MtpDrafter(Drafter):
         type, which for GLM's a trial finds.
         Raises a DraftingRefused if the checkpoint holds no such layers, or layers that cannot draft here.
         """
-        target, hub = decoding_model(target), {"cache_dir": cache_dir, "revision": revision}
-        drafter = cls(target, MtpLayers.of(target, **hub), loaded_from=folder_of(target, hub))
+        target = decoding_model(target)
+        layers = MtpLayers.of(target, cache_dir=cache_dir, revision=revision)
+        drafter = cls(target, layers, loaded_from=layers.folder)
         given = {} if hands_on_normed is None else {"hands_on_normed": hands_on_normed}
         drafter.reread(**vars(settled_by(drafter.config, **given)))
         return drafter

@@ -78,7 +78,10 @@ class MtpLayers:
         heads: output heads of the layers; None if they use the target's.
         table: embedding of the layers; None if they use the target's.
         kind: their row of `KINDS`.
+        folder: of the target's checkpoint that they were read from.
     """
+
+    folder: Path | None = None
 
     def __init__(
         self,
@@ -106,6 +109,8 @@ class MtpLayers:
 
     def handing_on(self, normed: bool) -> MtpLayers:
         """Returns the same layers, of which each reads the output of the one before after its norm, or before it."""
+        if normed == self._hands_on_normed:
+            return self
         made = copy.copy(self)
         made._hands_on_normed = normed
         return made
@@ -240,7 +245,9 @@ def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
         folder = folder_of(target, hub)
         return Checkpoint(place, folder, read_json(folder / CONFIG_NAME))
 
-    return _read_from(target, place, checkpoint)
+    layers = _read_from(target, place, checkpoint)
+    layers.folder = folder_of(target, hub)
+    return layers
 
 
 def _check_kind(target: Any) -> None:

@@ -158,6 +158,7 @@ class Answering:
         self._features, self._grows, self._seconds = features, grows, seconds
         self._state, self._judges, records = PartialState(), judges_of(plan), can_record(target)
         self._recorder = TapRecorder(features.layers) if features is not None and records else None
+        self._served: Any = load("answering", "server") if plan.answers_from is not None else None
         recipe = recipe_of(target, tokenizer, plan, seed, identity)
         self._temperatures: Sequence[float] = recipe["temperatures"]
         self._together = is_sharded(target) and plan.answers_from is None  # all processes make the same answers
@@ -187,11 +188,10 @@ class Answering:
         known = leave_near_out(self._judges, self._made(), self._report) if plan.invents else list(prompts)
         keys, done = {prompt.key for prompt in known}, self._chats.keys()
         if plan.answers_from is not None and (keys - done or (plan.invents and len(keys) < self._wanted)):
-            served = load("answering", "server")
-            asked: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in served.PROBES]
+            asked: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in self._served.PROBES]
             target, tokenizer = self._target, self._tokenizer
-            own = [each.text for each in TargetWriter(target, tokenizer).reply(asked, 0.0, served.PROBE_TOKENS)]
-            served.check_server(plan.answers_from, plan.server_model, self._temperatures, own)
+            own = [each.text for each in TargetWriter(target, tokenizer).reply(asked, 0.0, self._served.PROBE_TOKENS)]
+            self._served.check_server(plan.answers_from, plan.server_model, self._temperatures, own)
         rows = [row for row in self._chats.rows() if row["key"] in keys or self._is_document(row)]
         seen, chats = {row["key"] for row in rows}, len(rows)
         yield [Conversation.of(row["messages"]) for row in rows]
@@ -325,8 +325,7 @@ class Answering:
             turns |= {"recorder": self._recorder, "shuffled": self._grows, "seconds": self._left}
             return answer_prompts(self._target, self._tokenizer, prompts, **common, **turns)
         served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size}
-        server = load("answering", "server")
-        answers = server.answer_by_server(plan.answers_from, prompts, **common, **served, on_skip=skip)
+        answers = self._served.answer_by_server(plan.answers_from, prompts, **common, **served, on_skip=skip)
         return ([answered] for answered in answers)
 
     def _left(self) -> float | None:
