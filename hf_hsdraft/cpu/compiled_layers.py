@@ -67,8 +67,8 @@ class CompiledLayers:
                 self._layers[layer] = _Layer(self, layer, known.descriptions[layer], watch)
         if len(self._layers) == len(layers):
             self._chains = chains_of(known.descriptions, self.joins, known.watch)
-        if self._chains and (KERNEL.operators() is not None or KERNEL.may_come):
-            for chain in self._chains:  # before the first copies are made, which would be made again
+        if KERNEL.operators() is not None or KERNEL.may_come:
+            for chain in filter(Chain.may_run, self._chains):  # before packing, else weights are packed twice
                 self.joins(chain.groups)
         for chain in self._chains:
             for place, layer in enumerate(chain.layers):

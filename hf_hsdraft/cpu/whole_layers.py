@@ -236,6 +236,10 @@ class Chain:
             self.leave()
         return NotImplemented if place or self._apart else self._begin(x, kwargs, form_of)
 
+    def may_run(self) -> bool:
+        """Whether no hook and no inference mode keeps the layers from running together."""
+        return not torch.is_inference_mode_enabled() and not self._watch.sees()
+
     def leave(self) -> None:
         """Forgets what layers that were not called have computed, if any; then layers run by themselves."""
         self._apart |= self._ahead is not None

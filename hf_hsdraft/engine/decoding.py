@@ -193,7 +193,7 @@ def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, watch: 
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
     acceleration = runtime.acceleration
-    statistics.compiled_layers, statistics.compiling = acceleration.programs, acceleration.compiling
+    statistics.compiled_layers, statistics.compiling = acceleration.compiled_layers, acceleration.compiling
 
 
 def introduce(drafter: Drafter, target: Any, tokenizer: Any, synced_gpus: bool, tokens: Sequence[int]) -> None:

@@ -134,6 +134,11 @@ class Acceleration:
                 if self._packing.weights is not None:
                     self.packs |= self._packing.weights.join(self._layers.new_groups())
 
+    @property
+    def compiled_layers(self) -> bool:
+        """Whether rounds of this call ran layers as programs."""
+        return self._layers is not None and self._layers.running
+
     def after_round(self) -> bool:
         """Counts a round; returns whether forwards have just become quicker, so that costs must be measured again."""
         if self._packing is None or self.off:

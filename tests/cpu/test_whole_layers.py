@@ -9,9 +9,11 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
+from hf_hsdraft import harmless
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.stand_ins import standing_in
 from hf_hsdraft.cpu import layer_programs, packed_weights, whole_layers
+from hf_hsdraft.cpu.packed_weights import PackedLinears
 from hf_hsdraft.cpu.small_weights import KERNEL
 from hf_hsdraft.engine.local_target import LocalTarget
 from hf_hsdraft.runtime.cache_slots import make_room
@@ -66,7 +68,7 @@ def test_texts_and_states_are_plain_decodings(runs, kind, rows):
 
 
 def test_later_calls_begin_with_the_costs_of_whole_layers(runs, monkeypatch):
-    """Not with those of other forwards, which a first round would be planned by."""
+    """The first round must not be planned by the costs of other forwards."""
     target, kinds, kind = KINDS["llama"](), [], LocalTarget.kind
 
     def noted(self, session):
@@ -87,6 +89,24 @@ def test_each_weight_is_packed_once(runs, monkeypatch):
     target.generate(IDS[:1], assistant_model=asking(target), **GREEDY)
     own = {id(module.weight) for module in target.modules() if isinstance(module, nn.Linear)}  # not the drafter's
     assert sorted(each for each in packed if each in own) == sorted(own) and runs
+
+
+@pytest.mark.parametrize("how", ["inference mode", "hook"])
+def test_layers_that_cannot_run_together_multiply_by_packed_weights(runs, how, monkeypatch):
+    target, products, run = KINDS["llama"](), [], PackedLinears.run
+
+    def counted(self, linear, *args):
+        product = run(self, linear, *args)
+        products.append((linear, product is not NotImplemented))
+        return product
+
+    monkeypatch.setattr(PackedLinears, "run", counted)
+    if how == "hook":
+        target.model.layers[1].mlp.up_proj.register_forward_hook(harmless(lambda *_: None))
+    with torch.inference_mode(how == "inference mode"):
+        target.generate(IDS[:1], assistant_model=asking(target), **GREEDY)
+    queries = [done for linear, done in products if linear is target.model.layers[0].self_attn.q_proj]
+    assert queries and all(queries) and not runs
 
 
 @pytest.mark.parametrize("part", ["input_layernorm", "mlp.up_proj"])
