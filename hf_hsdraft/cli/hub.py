@@ -112,8 +112,9 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     model, tokenizer = loaded_target(target, torch.float32)
     drafter.check(model)
     if is_published:
-        questions = drafter.config.untold
-        try_on(drafter, model, tokenizer)
+        questions = getattr(drafter.config, "untold", ())
+        if questions:
+            try_on(drafter, model, tokenizer)
         for title, reading in told(drafter.config, drafter.tried, questions).items():
             say(f"{title}: {reading}")
         if not questions:

@@ -34,6 +34,7 @@ from .drafter_files import (
     WEIGHTS,
     DamagedFile,
     Shape,
+    check_fetched,
     checked_numbers,
     find_folder,
     header,
@@ -276,6 +277,7 @@ def _unpickled(path: Path) -> Any:
 
     Files in today's layout, a zip archive, are memory-mapped; PyTorch maps no older ones.
     """
+    check_fetched(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except MemoryError:

@@ -41,6 +41,7 @@ _DEEPEST_JSON = 32  # levels; what transformers does with a configuration recurs
 _STRINGS, _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL), re.compile(r"[\[\]{}]")
 # Dtypes of weights, as headers name them.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_POINTER = b"version https://git-lfs.github.com/spec/"  # the beginning of such a file
 _NOT_OF_A_CONFIG = {"configuration_files", "self", "cls"}  # names with a meaning for the file's reader
 
 Shape = tuple[int, ...]
@@ -122,7 +123,9 @@ def weight_files(folder: Path, others: str = "; weights are read from safetensor
     """
     names = [WEIGHTS] if (folder / WEIGHTS).is_file() else listed_files(folder) or [WEIGHTS]
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise OSError(f"{folder} has no {few(missing)}{others}")
+        if (folder / INDEX).is_file():
+            raise OSError(f"{folder} has no {few(missing)}: {INDEX} lists this shard: download it beside the others")
+        raise OSError(f"{folder} has no {few(missing)}{others}: download the weights beside {CONFIG} (`hf download`)")
     return [folder / name for name in names]
 
 
@@ -190,6 +193,13 @@ def mismatch(
     return "; ".join(f"{kind}: {few(names)}" for kind, names in wrong.items() if names)
 
 
+def check_fetched(path: Path) -> None:
+    """Raises an OSError for what Git LFS leaves in place of a file that it has not fetched."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise OSError(f"{path} is a pointer of Git LFS, not the weights: run `git lfs pull` in {path.parent}")
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """Opens a safetensors file. Raises a DamagedFile."""
@@ -197,6 +207,7 @@ def opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
+        check_fetched(path)
         message = f"{path} is damaged ({printable(error)}): it is truncated or no safetensors file"
         raise DamagedFile(message, path) from error
 

@@ -437,6 +437,19 @@ def test_eagle4_is_not_taken_for_eagle3(tmp_path):
         AutoDrafter.from_pretrained(tmp_path)
 
 
+def test_messages_name_the_drafter_what_was_found_and_what_to_do(tmp_path):
+    write(tmp_path, authors_config(use_gated_residual=True), midlayer_state())
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}.* EAGLE-3: config.json has use_gated_residual=true.*A later version"
+    ):
+        AutoDrafter.from_pretrained(tmp_path)
+    state = {name: each for name, each in midlayer_state().items() if name != "lm_head.weight"}
+    write(tmp_path, authors_config(), state)
+    told = rf"{tmp_path} drafts {len(DRAFTED)} of {TOKENS} tokens \(draft_vocab_size, vocab_size .*set draft_vocab_size"
+    with pytest.raises(ValueError, match=told):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
 def test_files_without_weights_say_which_were_looked_for(tmp_path):
     write(tmp_path, authors_config(), midlayer_state())
     for file in tmp_path.glob("*.safetensors"):

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_hsdraft import AutoDrafter
+from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.auto_drafter import find
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
@@ -88,6 +89,19 @@ def test_layers_alone_in_their_files_draft_as_those_in_the_targets(tmp_path):
     other = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
     with pytest.raises(DraftingRefused, match="cannot be read from"):
         other.generate(**inputs, assistant_model=drafter)
+
+
+def test_a_target_that_is_given_as_its_own_drafter_is_told_how_to_draft(tmp_path):
+    case = next(case for case in mtp_parity.CASES if case.model_type == "deepseek_v3")
+    target = mtp_parity.published(case, tmp_path).target
+    told = r"own prediction heads \(model\.layers\..*load it as the target, and pass assistant_model=\"mtp\""
+    with pytest.raises(ValueError, match=told):
+        AutoDrafter.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=told):
+        target.generate(torch.ones(1, 4, dtype=torch.int64), assistant_model=str(tmp_path))
+    shown = describe(str(tmp_path))["drafter"]
+    assert shown["drafts here"] == "no" and "--drafter mtp" in shown["cannot be loaded"]
+    assert shown["format"] == "target with layers for multi-token prediction"
 
 
 def test_layers_that_nothing_here_computes_are_told_apart():

@@ -108,6 +108,26 @@ def test_a_prefix_of_all_names_is_left_out(tmp_path, pickled):
     assert {name for name, _ in found.tensors(["fc.weight", "lm_head.weight"])} == {"fc.weight", "lm_head.weight"}
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_what_git_lfs_leaves_for_weights_is_told(name, tmp_path):
+    folder_with(tmp_path, pickled=True)
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n")
+    with pytest.raises(OSError, match=rf"{name} is a pointer of Git LFS, not the weights: run `git lfs pull` in "):
+        _ = Checkpoint.open(tmp_path).shapes
+
+
+def test_missing_weights_say_what_to_download(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(OSError, match=r"hydra_lm_head.pt: download the weights beside config.json"):
+        _ = Checkpoint.open(tmp_path).shapes
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    listed = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    told = "has no model-00002-of-00002.safetensors: model.safetensors.index.json lists this shard: download it"
+    with pytest.raises(OSError, match=told):
+        _ = Checkpoint.open(tmp_path).shapes
+
+
 def test_fields_name_what_is_wrong():
     fields = Fields({"size": 0, "rate": "x", "on": 1, "ids": [1, -2], "kind": "z", "extra": True}, "config.json")
     for read, told in (

@@ -10,9 +10,11 @@ from oracles import heads_parity
 from oracles.format_parity import PROMPTS, texts_of, tiny_target
 from oracles.heads_parity import CASES, TOKENS, _shared_target
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.cli._describe import describe
+from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base import auto_drafter
@@ -186,3 +188,17 @@ def test_info_says_whether_and_how_it_drafts(name, tmp_path, monkeypatch):
     path.write_text(json.dumps({**json.loads(path.read_text()), "more": True}))
     told = describe(str(tmp_path))["drafter"]
     assert told["drafts here"] == "no" and "more=true" in told["cannot be loaded"]
+
+
+@pytest.mark.parametrize(
+    "name", ["Medusa, TGI's layout, output layer of the target", "Hydra", "MLPSpeculator, tied, input normed"]
+)
+def test_info_tries_heads_on_a_target(name, tmp_path, own_tokenizer):
+    target = _shared_target()
+    for each in (target, own_tokenizer):
+        each.save_pretrained(tmp_path / "target")
+    (tmp_path / "heads").mkdir()
+    BY_NAME[name].make(target).save(tmp_path / "heads")
+    command = ["info", str(tmp_path / "heads"), "--target", str(tmp_path / "target")]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0 and f"{tmp_path / 'target'} fits: its sizes are the drafter's" in done.output

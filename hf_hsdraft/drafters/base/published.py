@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -200,8 +200,18 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         shapes = {name: tuple(each.shape) for name, each in self.state_dict().items() if name not in apart}
         ours = {form.stored_name(name, checkpoint.shapes): name for name in shapes}
         unread = {**form.unread_shapes(checkpoint), **self.may_hold()}
+        self._check_head(ours.keys() - checkpoint.shapes.keys(), checkpoint)
         checkpoint.check_shapes({theirs: shapes[name] for theirs, name in ours.items()}, unread)
         return ours, apart
+
+    def _check_head(self, missing: Collection[str], checkpoint: Checkpoint) -> None:
+        drafted, size = self.config.draft_vocab_size, self.config.vocab_size
+        if "lm_head.weight" in missing and drafted is not None and drafted != size:
+            raise ValueError(
+                f"{printable(checkpoint.name)} drafts {drafted:,} of {size:,} tokens (draft_vocab_size, vocab_size in "
+                "its config.json), so its files must hold output rows of that number (missing: lm_head.weight): "
+                f"download all of its weights, or set draft_vocab_size to {size:,} if it drafts with the target's rows"
+            )
 
     def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """Returns what makes tensors that are not among the weights of the files; it takes those that are."""

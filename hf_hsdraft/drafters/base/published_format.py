@@ -70,11 +70,19 @@ class Files:
 
     def finish(self) -> None:
         """Raises a ValueError for fields that were not read and may change what a drafter computes."""
-        for each in (self.top, self.layers, *map(self.table, self.form.checked)):
+        tables = (self.top, self.layers, *map(self.table, self.form.checked))
+        for each in tables:
             each.ignore(*(name for name in each.values if _is_among(name, [*FOREIGN["ignored"], *self.form.ignored])))
-            each.refuse_unread({name: neutral for name, (neutral, _) in FOREIGN["changing"].items()})
-        for name in self.form.checked:
-            self.table(name).refuse_unread_numbers()
+        try:
+            for each in tables:
+                each.refuse_unread({name: neutral for name, (neutral, _) in FOREIGN["changing"].items()})
+            for name in self.form.checked:
+                self.table(name).refuse_unread_numbers()
+        except ValueError as error:
+            told = f"{printable(self.checkpoint.name)}, read as {self.form.name}: {error}"
+            raise ValueError(
+                f"{told}. A later version may know it; the drafter's card names programs that do"
+            ) from None
 
 
 def check_proposals(config: Fields) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import CONFIG_MAPPING, GenerationConfig
 
-from ...core.checks import is_integer
+from ...core.checks import few, is_integer
 from ...core.fields import Fields
 from ...core.refusals import DraftingRefused
 from ...hub.checkpoint import Checkpoint, speculators_type, target_of
@@ -36,11 +36,12 @@ from ..base.registry import (
     fit_of,
     misfit,
     register_format,
+    register_refusal,
     with_fields,
 )
 from ..base.saved_drafter import Placement, take_options
 from .drafter import LEAST_STEPS, MtpConfig, MtpDrafter, MtpSession
-from .kinds import KINDS, OF_SPECULATORS, OTHERS, Kind
+from .kinds import KINDS, OF_SPECULATORS, OTHERS, UNABLE, Kind, layers_in, renamed
 from .layers import MtpLayers
 
 _MARK = "model.layers.0.eh_proj.weight"
@@ -154,6 +155,24 @@ def _described(checkpoint: Checkpoint) -> dict[str, str]:
     return {"drafts": f"{TREES}, {IN_TURN}", **fields_told(checkpoint), **readings}
 
 
+def _why_refused(checkpoint: Checkpoint) -> str:
+    """Why files are no drafter that hold a target together with its layers; empty for others."""
+    try:
+        config = CONFIG_MAPPING[str(checkpoint.config["model_type"])].from_dict(dict(checkpoint.config))
+        names = list(renamed(checkpoint.shapes, config)) if layers_in(config) else []
+    except Exception:  # a type or fields that transformers does not read
+        return ""
+    if not names or config.model_type in UNABLE:
+        return ""
+    return (
+        f"holds a target's own prediction heads ({few(names, 2)}), which draft for that target alone: load it as the "
+        'target, and pass assistant_model="mtp" to generate, or `--drafter mtp` to commands'
+    )
+
+
+register_refusal(
+    "target with layers for multi-token prediction", 71, _why_refused, with_fields("hidden_size", "vocab_size")
+)
 register_format(
     Format(
         name="layers for multi-token prediction alone (NextN)",
