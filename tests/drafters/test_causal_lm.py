@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM, BartForConditionalGeneration, Dyn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter
+from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
+from hf_hsdraft.drafters.language_model import lm_files
 
 NEW = 12
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
@@ -328,6 +330,18 @@ def test_what_is_no_language_model_or_not_a_whole_one_is_told(target, tmp_path):
         AutoDrafter.from_pretrained(tmp_path / "more")
     with pytest.raises(ValueError, match="trust_remote_code=True is invalid"):
         AutoDrafter.from_pretrained(tmp_path / "more", trust_remote_code=True)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_info_says_what_language_models_in_gptq_need(installed, target, tmp_path, monkeypatch):
+    target.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(lm_files, "is_optimum_available", lambda: installed)
+    told = describe(str(tmp_path))["drafter"]
+    assert told["drafts here"] == ("yes" if installed else "no")
+    assert ("pip install optimum" in told.get("cannot be loaded", "")) is not installed
 
 
 def test_options_and_shapes_are_checked_before_weights_are_read(target, tmp_path, monkeypatch):

@@ -309,7 +309,8 @@ def test_a_target_too_small_for_the_authors_layers_is_refused(tmp_path):
     drafter = AutoDrafter.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="depends on its target"):
         drafter.taps  # noqa: B018
-    with pytest.raises(DraftingRefused, match=r"num_hidden_layers=4, the drafter reads its hidden states \[2, 2, 1\]"):
+    told = r"num_hidden_layers=4, the drafter reads its hidden states \[2, 2, 1\], the default, .* in its config.json"
+    with pytest.raises(DraftingRefused, match=told):
         drafter.check(eagle_target(num_hidden_layers=4))
 
 

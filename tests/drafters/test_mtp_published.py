@@ -87,8 +87,26 @@ def test_layers_alone_in_their_files_draft_as_those_in_the_targets(tmp_path):
     checkpoint = Checkpoint.open(folder)
     assert recognise(checkpoint).fit(checkpoint, TargetInfo.of_model(target), ()).evidence == Evidence.SIZES
     other = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
-    with pytest.raises(DraftingRefused, match="cannot be read from"):
+    with pytest.raises(DraftingRefused, match="these layers are of deepseek_v3, the target is llama: use layers or"):
         other.generate(**inputs, assistant_model=drafter)
+
+
+@pytest.mark.parametrize(
+    "left_out, told",
+    [
+        (".layers.3.", r"counts 1, but it was saved without .*original checkpoint, or use assistant_model=\"ngrams\""),
+        ("eh_proj", r"missing: model\.layers\.3\.eh_proj\.weight$"),
+    ],
+)
+def test_missing_tensors_have_the_names_of_the_files(left_out, told, tmp_path):
+    case = next(case for case in mtp_parity.CASES if case.model_type == "deepseek_v3")
+    mtp_parity.published(case, tmp_path)
+    path = tmp_path / "model.safetensors"
+    kept = {name: each.clone() for name, each in load_file(path).items() if left_out not in name}
+    save_file(kept, path, metadata={"format": "pt"})
+    target = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(DraftingRefused, match=told):
+        target.generate(torch.ones(1, 4, dtype=torch.int64), assistant_model="mtp")
 
 
 def test_a_target_that_is_given_as_its_own_drafter_is_told_how_to_draft(tmp_path):

@@ -318,7 +318,11 @@ def misfit(config: Any, target: Any) -> str:
     layers = decoder_layers(text_config(target))
     taps = config.taps_of(layers) if hasattr(config, "taps_of") else ()
     if not are_ascending(taps, 0, layers):
-        return f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}"
+        told = f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}"
+        if getattr(config, "target_tap_layers", taps) is not None:
+            return told
+        name = "eagle_config.eagle_aux_hidden_state_layer_ids"
+        return f"{told}, the default, for which these are too few layers: name others in its config.json ({name})"
     return ""
 
 

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import is_optimum_available
 
 from ...core.checks import demand, few, is_integer, printable, short
 from ...hub.checkpoint import Checkpoint
@@ -159,6 +160,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
     told = {"drafts": drafts, "architecture": printable(config["architectures"])}
     told["reads"] = "the text alone, no hidden states"
     sizes = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "vocab_size", "dtype", "torch_dtype")
+    packed = config.get("quantization_config")
+    if isinstance(packed, dict) and packed.get("quant_method") == "gptq" and not is_optimum_available():
+        told["cannot be loaded"] = "transformers loads language models in GPTQ with optimum: pip install optimum"
     told |= {name: printable(config[name]) for name in (*sizes, "pard_token") if config.get(name) is not None}
     return told | {printable(name): printable(value) for name, value in options.items() if value is not None}
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, GenerationConfig
 
-from ...core.checks import few, is_integer
+from ...core.checks import few, is_integer, printable
 from ...core.fields import Fields
 from ...core.refusals import DraftingRefused
 from ...hub.checkpoint import Checkpoint, speculators_type, target_of
 from ...hub.drafter_files import CONFIG, DamagedFile
+from ...runtime.target_limits import text_config
 from ...runtime.target_parts import decoding_model
 from ..base.draft_options import default_options
 from ..base.protocol import Call, Drafter, Read
@@ -136,7 +137,14 @@ class NextnDrafter(Drafter):
         """Returns the drafter of a target, wrapped or not; a DraftingRefused if its class has no such layers."""
         target = decoding_model(target)
         if target not in self._drafters:
-            layers = MtpLayers.apart(target, self._checkpoint, self._kind)
+            try:
+                layers = MtpLayers.apart(target, self._checkpoint, self._kind)
+            except DraftingRefused as error:
+                made_for, own = _of_target(self._checkpoint).get("model_type"), text_config(target).model_type
+                if made_for in (None, own, target.config.model_type):
+                    raise
+                told = f"these layers are of {printable(made_for)}, the target is {own}"
+                raise DraftingRefused(f"{told}: use layers or a drafter of this target") from error
             self._drafters[target] = MtpDrafter(target, layers, self.config, self._checkpoint.folder)
         return self._drafters[target]
 

@@ -283,6 +283,11 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
     names, place = renamed(checkpoint.shapes, target.config, apart, kind), _last_place(target)
     first, dtype = target.config.get_text_config().num_hidden_layers, target.config.dtype
     numbers = {int(layer[1]) - first for each in names.values() if (layer := _NUMBER.match(each))}
+    if not numbers and not apart:
+        raise ValueError(
+            f"weights are missing: the configuration counts {layers_in(target.config)}, but it was saved without "
+            'their tensors: load the original checkpoint, or use assistant_model="ngrams"'
+        )
     if not numbers or numbers != set(range(len(numbers))):
         some = ", ".join(map(str, sorted(numbers))) or "none"
         raise ValueError(f"weights are missing: found layers {some}, expected {layers_in(target.config)}, from 0 on")
@@ -299,7 +304,8 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
     info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=state, load_config=loading)
     model._adjust_missing_and_unexpected_keys(info)
     if info.missing_keys or info.unexpected_keys or info.mismatched_keys:
-        wrong = {"missing": info.missing_keys, "unknown": info.unexpected_keys, "of other shapes": info.mismatched_keys}
+        missing = [_in_files(name, names) for name in info.missing_keys]
+        wrong = {"missing": missing, "unknown": info.unexpected_keys, "of other shapes": info.mismatched_keys}
         raise ValueError("; ".join(f"{what}: {few(sorted(map(str, keys)))}" for what, keys in wrong.items() if keys))
     model.tie_with_main_model(target)
     if not kind.own_heads or not found:
@@ -310,6 +316,16 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
         heads.append(nn.Linear(size, count, bias=False, device="meta"))
         heads[-1].weight = nn.Parameter(found[number].to(place, dtype))
     return MtpLayers(model, kind, heads, table)
+
+
+def _in_files(name: str, names: Mapping[str, str]) -> str:
+    """How the files would name a tensor, after another one of its layer that they name as DeepSeek's do."""
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    beginnings = dict.fromkeys(match[0] for each in names if (match := re.match(r"(?:\w+\.)*?layers\.\d+\.", each)))
+    number = int(layer[1]) if layer else 0
+    if layer is None or number >= len(beginnings):
+        return name
+    return sorted(beginnings, key=lambda each: int(each.rsplit(".", 2)[-2]))[number] + layer[2]
 
 
 def _last_place(target: Any) -> torch.device:
