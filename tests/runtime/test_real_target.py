@@ -8,7 +8,7 @@ import torch
 
 from hf_hsdraft import HSDrafter, attach
 from hf_hsdraft.runtime import module_hooks
-from hf_hsdraft.runtime.misreading import first_divergence
+from hf_hsdraft.runtime.misreading import first_divergence, measured_tolerance
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import embedded_gguf, load_target
 
@@ -79,7 +79,7 @@ def test_the_committed_drafter_is_small(pair):
     assert sum(file.stat().st_size for file in DRAFTER.iterdir()) <= 25 * 1024**2
 
 
-FIRST_PROMPTS = ("Name three colours.", "Hi", PROMPTS[2])
+FIRST_PROMPTS = ("Name three birds that cannot fly.", "Name three colours.", "Hi", PROMPTS[2])
 
 
 def kinds_of_drafts(target, tokenizer, drafter):
@@ -88,7 +88,7 @@ def kinds_of_drafts(target, tokenizer, drafter):
         module_hooks._experiences.clear()
         inputs = encode_prompt(tokenizer, prompt)
         output = target.generate(
-            **inputs, assistant_model=drafter, max_new_tokens=12, do_sample=False, return_dict_in_generate=True
+            **inputs, assistant_model=drafter, max_new_tokens=30, do_sample=False, return_dict_in_generate=True
         )
         yield output.statistics.draft_kind
 
@@ -98,6 +98,7 @@ def test_in_half_precision_rounding_and_misreading_are_told_apart(monkeypatch, t
     tuned(trial_room=1)  # short calls try the target too
     target, tokenizer = load_target(None, torch.bfloat16)
     drafter = HSDrafter.from_pretrained(DRAFTER, dtype=torch.bfloat16)
+    drafter.generation_config.tree_sizing = "fixed"
     assert set(kinds_of_drafts(target, tokenizer, drafter)) == {"tree"}
     forward = type(target.model).forward
 
@@ -115,3 +116,8 @@ def test_in_half_precision_rounding_and_misreading_are_told_apart(monkeypatch, t
             patch.setattr(type(target.model), "forward", fault)
             assert set(kinds_of_drafts(target, tokenizer, drafter)) == {"chain"}
     module_hooks._experiences.clear()
+
+
+def test_where_products_have_no_noise_that_of_attention_is_allowed_for():
+    """Quantised blocks give the same products for any number of rows; drafts were 0.066 away then, deaf ones 0.38."""
+    assert 0.1 < measured_tolerance(torch.bfloat16, 0.0) < 0.3
