@@ -189,12 +189,13 @@ class Tuning:
     same_float32: float = 1e-4
     same_reduced: float = 1e-2
     same_half: float = 0.25  # in half precision at most, and where the model's own noise cannot be measured - by hand
-    # Where it can: a multiple of that noise, and number of times the least step of the dtype that it is at least, as
-    # products by quantised blocks have no noise of their own, and attention over several new tokens does
+    # Where it can: a multiple of that noise, and number of times the least step of the dtype that it is at least;
+    # products by quantised blocks are the same for any number of rows, which hides the noise of the rest
     # - measured in bfloat16, SmolLM2-135M, 26 prompts: trees and chains come to 0.09, 4.7 times the noise, at most; a
     # target deaf to masks to 0.38 to 1.5.
     of_noise: float = 6.0
-    least_eps: float = 16.0
+    least_eps: float = 4.0
+    least_eps_of_blocks: float = 16.0
     # Number of tokens that calls may emit for which a trial pays, and numbers of a target whose trial takes no time
     # - measured: a trial takes as long as 22 plain rounds (SmolLM2-135M, bfloat16), and drafting saves half a round a
     # token.

@@ -29,6 +29,7 @@ import torch
 
 from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of
+from ..cpu.gguf_blocks import file_of
 from .cache_slots import cache_layers, layer_class
 from .foreign_parts import any_harmless
 from .misreading import computing_dtype, distances_of, is_full, measured_tolerance, rounds_inputs, usual_tolerance
@@ -151,7 +152,7 @@ def _truth(runtime: TargetRuntime, input_ids: torch.Tensor, steps: int, width: i
             logits.append(_read_one(reader, text))
             if columns is not None:
                 noise = max(noise, min(float(distances_of(columns[:, at], logits[-1]).max()) for at in (0, -1)))
-                tolerance = measured_tolerance(dtype, noise)
+                tolerance = measured_tolerance(dtype, noise, file_of(runtime.target) is not None)
     tokens = ids[:, length - 1 :].tolist()
     spared = 4 if not is_full(dtype) else 8 if steps > STEPS else sys.maxsize
     return _Truth(ids, tokens, torch.stack(logits, dim=1), [row[LEAST_DEPTH:] for row in likely], tolerance, spared)

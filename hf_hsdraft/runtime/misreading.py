@@ -36,9 +36,12 @@ def usual_tolerance(dtype: torch.dtype) -> float:
     return TUNING.same_float32 if torch.get_float32_matmul_precision() == "highest" else TUNING.same_reduced
 
 
-def measured_tolerance(dtype: torch.dtype, noise: float) -> float:
-    """The distance that rounding explains, given the distance between two exact ways of reading the same tokens."""
-    least = TUNING.least_eps * torch.finfo(dtype).eps
+def measured_tolerance(dtype: torch.dtype, noise: float, blocks: bool = False) -> float:
+    """The distance that rounding explains, given the distance between two exact ways of reading the same tokens.
+
+    `blocks` tells that the target may multiply by quantised blocks.
+    """
+    least = (TUNING.least_eps_of_blocks if blocks else TUNING.least_eps) * torch.finfo(dtype).eps
     return min(max(TUNING.of_noise * noise, least), TUNING.same_half)
 
 

@@ -342,7 +342,9 @@ def test_nothing_is_left_of_requests_that_are_done(target: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["done", "close", "dropped", "error"])
-def test_hooks_stay_between_rounds_and_leave_with_the_last_text(end: str, target: Any, monkeypatch: Any) -> None:
+def test_hooks_stay_between_rounds_and_leave_with_the_last_text(end: str, monkeypatch: Any) -> None:
+    target = make_target()
+
     def hooks() -> list[int]:
         return [id(hook) for module in target.modules() for hook in module._forward_hooks.values()]
 

@@ -180,7 +180,7 @@ def test_what_drafts_for_six_targets_the_best_first(world):
     assert "its card names this target as base model" in row(published, "user/blocks")
     assert "pickled" in row(published, "user/old-eagle") and "unknown" in row(published, "user/old-eagle")
     assert uses(mtp) == ['model.generate(**inputs, assistant_model="mtp")', NGRAMS]
-    assert "1 layer for multi-token prediction in the checkpoint" in mtp
+    assert "1 layer for multi-token prediction in the checkpoint" in row(mtp, "the target's own layers")
     assert uses(large) == [called("org/small"), NGRAMS] and "same tokenizer" in row(large, "org/small")
     assert uses(nothing) == [NGRAMS]
     assert uses(local) == [called("user/ours"), NGRAMS]

@@ -165,8 +165,11 @@ def _described(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _why_refused(checkpoint: Checkpoint) -> str:
     """Why files are no drafter that hold a target together with its layers; empty for others."""
+    if not any("mtp" in name or "eh_proj" in name for name in checkpoint.shapes):
+        return ""
+    fields = {name: value for name, value in checkpoint.config.items() if name != "num_labels"}  # of any size
     try:
-        config = CONFIG_MAPPING[str(checkpoint.config["model_type"])].from_dict(dict(checkpoint.config))
+        config = CONFIG_MAPPING[str(fields["model_type"])].from_dict(fields)
         names = list(renamed(checkpoint.shapes, config)) if layers_in(config) else []
     except Exception:  # a type or fields that transformers does not read
         return ""
