@@ -32,10 +32,7 @@ class KnownLayers:
         self._watches = dict[tuple[int, int, bool], Watch]()
         self._modules = [module for layer in layers for module in layer.modules()]
         owns = list(map(vars, self._modules))
-        self._holders, self._held = (
-            _holders_of(owns),
-            [list(own["_buffers"].values()) for own in owns],
-        )  # keep their ids
+        self._kept = _holders_of(owns), [list(own["_buffers"].values()) for own in owns]  # so that no id is reused
         self._kinds: list[Any] = list(dict.fromkeys(map(type, self._modules)))
         values = [value for own in owns for name, value in own.items() if name not in OF_EVERY_MODULE]
         self._configs = list({id(each): each for each in values if isinstance(each, PreTrainedConfig)}.values())

@@ -133,7 +133,7 @@ def _truth(runtime: TargetRuntime, input_ids: torch.Tensor, steps: int, width: i
     column must equal the token read alone, up to rounding. A target that misreads several tokens at once may change
     one of the two, so the smaller distance is the rounding.
     """
-    length, noise = input_ids.shape[1], 0.0
+    length, noise, blocks = input_ids.shape[1], 0.0, file_of(runtime.target) is not None
     with _apart(runtime) as reader:
         reader.trees = ragged
         logits = [_read_one(reader, input_ids)]
@@ -152,7 +152,7 @@ def _truth(runtime: TargetRuntime, input_ids: torch.Tensor, steps: int, width: i
             logits.append(_read_one(reader, text))
             if columns is not None:
                 noise = max(noise, min(float(distances_of(columns[:, at], logits[-1]).max()) for at in (0, -1)))
-                tolerance = measured_tolerance(dtype, noise, file_of(runtime.target) is not None)
+                tolerance = measured_tolerance(dtype, noise, blocks)
     tokens = ids[:, length - 1 :].tolist()
     spared = 4 if not is_full(dtype) else 8 if steps > STEPS else sys.maxsize
     return _Truth(ids, tokens, torch.stack(logits, dim=1), [row[LEAST_DEPTH:] for row in likely], tolerance, spared)

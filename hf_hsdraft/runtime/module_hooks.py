@@ -42,6 +42,7 @@ class Experience:
     # prompt.
     cacheless: bool = False
     drafters: dict[Any, Any] = field(default_factory=dict)  # those that calls named, by name
+    programs: bool = False  # whether its layers ran as programs in the last round
     capturing: _Calls | None = None  # the drafted calls that run, and what was installed before them
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import importlib.util
 import json
 import os
@@ -365,11 +364,12 @@ def _fields_read_once() -> Iterator[None]:
     gguf takes 14 s for the 262,000 tokens of Gemma 3, and a third of that with a plain array instead of a memmap.
     """
     try:
-        package: Any = importlib.import_module("gguf")
+        import gguf
     except ImportError:  # transformers says how to install it
         yield
         return
 
+    package: Any = gguf
     with _reader_lock:  # one class for all threads
         theirs: Any = package.GGUFReader
 

@@ -7,7 +7,6 @@ GPUs, grouped and packed on CPUs.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -27,6 +26,7 @@ from . import tree_reading
 from .cache_slots import as_given, text_cache
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave, read_missing
+from .module_hooks import experience_of
 from .static_cache import slots_of_prompts
 from .target_limits import GRADIENTS, check_cache, decoder_layers, refusal, text_config
 from .target_parts import LastState, decoder_list, final_norm
@@ -130,7 +130,9 @@ class Acceleration:
                 layers = list(decoder_list(self._target)[1])
                 packing = self._packing
                 self._layers = CompiledLayers(layers, programs, lambda: packing.may_pack, self._target)
-                self.programs = self.packed and self._target in _ran  # most likely again, so costs are known at once
+                self.programs = (
+                    self.packed and experience_of(self._target).programs
+                )  # most likely again, so costs are known at once
                 if self._packing.weights is not None:
                     self.packs |= self._packing.weights.join(self._layers.new_groups())
 
@@ -151,8 +153,7 @@ class Acceleration:
             self.packs = self.packs or compiled  # the first forward compares them with the layers
             if self._packing.weights is not None and self._packing.weights.join(self._layers.new_groups()):
                 self.packs = True
-            self.programs = self._layers.running
-            (_ran.add if self.programs else _ran.discard)(self._target)
+            self.programs = experience_of(self._target).programs = self._layers.running
         return (self.packed, self.programs) != before
 
     def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
@@ -173,9 +174,6 @@ class Acceleration:
             if self._layers is not None:
                 stack.enter_context(self._layers.in_use(whole=model is None))
             return (self._target if model is None else model)(**inputs, return_dict=True)
-
-
-_ran: weakref.WeakSet[Any] = weakref.WeakSet()  # targets whose layers ran as programs in the last round
 
 
 class TargetRuntime(tree_reading.TargetCall):
