@@ -29,7 +29,6 @@ import torch
 
 from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of
-from ..cpu.gguf_blocks import file_of
 from .cache_slots import cache_layers, layer_class
 from .foreign_parts import any_harmless
 from .misreading import computing_dtype, distances_of, is_full, measured_tolerance, rounds_inputs, usual_tolerance
@@ -133,7 +132,7 @@ def _truth(runtime: TargetRuntime, input_ids: torch.Tensor, steps: int, width: i
     column must equal the token read alone, up to rounding. A target that misreads several tokens at once may change
     one of the two, so the smaller distance is the rounding.
     """
-    length, noise, blocks = input_ids.shape[1], 0.0, file_of(runtime.target) is not None
+    length, noise, blocks = input_ids.shape[1], 0.0, runtime.acceleration.has_blocks
     with _apart(runtime) as reader:
         reader.trees = ragged
         logits = [_read_one(reader, input_ids)]

@@ -19,6 +19,7 @@ from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
 from ..cpu.background import is_compiling
 from ..cpu.compiled_layers import CompiledLayers
+from ..cpu.gguf_blocks import file_of
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing
 from ..gpu.fixed_shapes import CompiledCalls, compiled
@@ -92,12 +93,17 @@ class Acceleration:
     """
 
     def __init__(self, target: Any) -> None:
-        self._target = target
+        self._target, self._experience = target, experience_of(target)
         self._compiled: CompiledCalls | None = None
         self._packing: Packing | None = None
         self._layers: CompiledLayers | None = None
         self.compile_config: Any = None
         self.packed = self.packs = self.programs = self.off = False
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the target's weights were dequantised from a GGUF file, whose blocks products may use."""
+        return file_of(self._target) is not None
 
     @property
     def compiling(self) -> bool:
@@ -130,9 +136,8 @@ class Acceleration:
                 layers = list(decoder_list(self._target)[1])
                 packing = self._packing
                 self._layers = CompiledLayers(layers, programs, lambda: packing.may_pack, self._target)
-                self.programs = (
-                    self.packed and experience_of(self._target).programs
-                )  # most likely again, so costs are known at once
+                # most likely again, so costs are known at once
+                self.programs = self.packed and self._experience.programs
                 if self._packing.weights is not None:
                     self.packs |= self._packing.weights.join(self._layers.new_groups())
 
@@ -153,7 +158,7 @@ class Acceleration:
             self.packs = self.packs or compiled  # the first forward compares them with the layers
             if self._packing.weights is not None and self._packing.weights.join(self._layers.new_groups()):
                 self.packs = True
-            self.programs = experience_of(self._target).programs = self._layers.running
+            self.programs = self._experience.programs = self._layers.running
         return (self.packed, self.programs) != before
 
     def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
