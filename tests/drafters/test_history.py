@@ -30,19 +30,17 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.saved_drafter import stored_options
 from hf_hsdraft.drafters.lookup import history as histories
-from hf_hsdraft.drafters.lookup.history import SUFFIX, History, HistoryFile, history_of, read_all
+from hf_hsdraft.drafters.lookup.history import SUFFIX, History, history_of, read_all
 from hf_hsdraft.drafters.lookup.past_texts import (
     BLOCK,
     LONGEST_MATCH,
     Continuation,
     HistoryDraft,
     HistorySession,
-    Record,
     TokenIndex,
     Trust,
 )
 
-KEY = bytes(range(32))
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}
 
 
@@ -227,63 +225,42 @@ def test_threads_share_a_history():
     assert all(history.find(text[50:90], 5)[0].tokens == text[90:95] for text in texts.values())
 
 
-def file_in(folder, key: bytes = KEY) -> HistoryFile:
-    return HistoryFile(folder / f"target{SUFFIX}", key)
-
-
-def add(file: HistoryFile, *texts) -> None:
-    with file.locked():
-        file.read()
-        for text in texts:
-            file.append(Record(array(text)))
+def file_in(folder):
+    return folder / f"target{SUFFIX}"
 
 
 def tokens_of(records) -> list[list[int]]:
     return [record.tokens.tolist() for record in records]
 
 
-def test_readers_take_complete_records_and_the_next_writer_cuts_off_a_torn_one(tmp_path):
-    one, other = file_in(tmp_path), file_in(tmp_path)
-    add(one, [1, 2, 3], [4] * 50)
-    assert tokens_of(other.read().records) == [[1, 2, 3], [4] * 50] and other.read().records == []
-    whole = one.path.read_bytes()
-    add(one, [5, 6, 7, 8])
-    added = one.path.read_bytes()[len(whole) :]
-    for length in range(1, len(added)):  # a writer that was killed at any place
-        one.path.write_bytes(whole + added[:length])
-        assert tokens_of(file_in(tmp_path).read().records) == [[1, 2, 3], [4] * 50], length
-    add(file_in(tmp_path), [9, 9, 9])
-    news = other.read()
-    assert not news.fresh and tokens_of(news.records) == [[9, 9, 9]]
-    assert tokens_of(read_all(one.path)) == [[1, 2, 3], [4] * 50, [9, 9, 9]]
-    damaged = bytearray(one.path.read_bytes())
-    damaged[-2] ^= 1
-    one.path.write_bytes(damaged)
-    assert tokens_of(file_in(tmp_path).read().records) == [[1, 2, 3], [4] * 50]
+def test_files_of_an_earlier_version_and_damaged_ones_are_replaced(target, tmp_path):
+    drafter, (name, key) = CachebackDrafter(), histories.identity_of(target)
+    path = tmp_path / f"{name}-{key.hex()[:16]}{SUFFIX}"
+    for content in (b"hsdraft-history1" + bytes(200), b"something else"):
+        path.write_bytes(content)
+        histories._of_drafters.clear()
+        history = history_of(drafter, target, str(tmp_path))
+        history.enter([([1, 2, 3], [4, 5])])
+        assert tokens_of(read_all(path)) == [[1, 2, 3, 4, 5]]
+        del history
 
 
-def test_a_file_that_was_erased_or_rewritten_is_read_from_its_beginning(tmp_path):
-    reader, writer = file_in(tmp_path), file_in(tmp_path)
-    add(writer, [1, 2, 3])
-    reader.read()
-    with reader.path.open("rb") as opened:  # a reader in the middle of a file reads on
-        with writer.locked():
-            writer.rewrite([Record(array([4, 5]))])
-        assert len(opened.read()) > 0
-    news = reader.read()
-    assert news.fresh and tokens_of(news.records) == [[4, 5]]
+def test_a_file_that_was_erased_or_removed_is_read_from_its_beginning(tmp_path):
+    reader, writer = (History(1000, file_in(tmp_path)) for _ in range(2))
+    writer.enter([([1, 2, 3], [4, 5])])
+    reader.refresh()
     writer.erase()
-    assert reader.read() == histories.News(True, []) and reader.read() == histories.News(False, [])
-    add(reader, [6])
-    assert tokens_of(writer.read().records) == [[6]]
-
-
-def test_the_file_of_another_target_is_not_read(tmp_path):
-    add(file_in(tmp_path), [1, 2, 3])
-    other = file_in(tmp_path, bytes(32))
-    assert other.read().records == []
-    add(other, [7, 8])
-    assert tokens_of(file_in(tmp_path, bytes(32)).read().records) == [[7, 8]] and file_in(tmp_path).read().records == []
+    assert array([2, 3, 4]).tobytes() not in file_in(tmp_path).read_bytes()
+    reader.refresh()
+    assert reader.held[0] == 0
+    writer.enter([([1, 2, 3], [6, 7])])
+    reader.refresh()
+    assert reader.find([1, 2, 3], 2)[0].tokens == [6, 7]
+    file_in(tmp_path).unlink()
+    reader.enter([([1, 2, 3], [8, 9])])
+    writer.refresh()
+    for each in (reader, writer):
+        assert [found.tokens for found in each.find([1, 2, 3], 2)] == [[8, 9]]
 
 
 def test_targets_differ_by_name_sizes_and_tokenizer(tmp_path, tokenizer):
@@ -453,7 +430,7 @@ def test_only_the_owner_can_read_a_folder(target, prompt, tmp_path):
     finally:
         os.umask(before)
     places = [tmp_path / "texts", *(tmp_path / "texts").iterdir()]
-    assert len(places) == 3 and all(path.stat().st_mode & 0o077 == 0 for path in places)
+    assert len(places) == 2 and all(path.stat().st_mode & 0o077 == 0 for path in places)
 
 
 def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokenizer):
@@ -472,7 +449,7 @@ def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokeniz
         erase_history(folder, "another")
     assert list_history(folder)
     assert "1 texts erased" in CliRunner().invoke(app, ["history", "erase", str(folder)]).output
-    assert list_history(folder) == [] and not list(folder.glob(f"*{SUFFIX}"))
+    assert list_history(folder) == [] and array(prompt[0, :4].tolist()).tobytes() not in stored.path.read_bytes()
     assert history_of(in_folder, target, str(folder)).held[0] == 0, "also in this process"
     assert erase_history(in_memory) == 1 and list_history(in_memory)[0].texts == 0
     with pytest.raises(NotADirectoryError, match="is no folder"):
@@ -490,14 +467,9 @@ def test_a_call_can_leave_the_history_out(target, prompt):
     assert not list_history(drafter)
 
 
-def test_erasing_takes_damaged_files_and_what_killed_writers_left(tmp_path):
-    left = tmp_path / ".history-abc"
-    left.write_bytes(b"texts")
-    assert erase_history(tmp_path) == 0 and not left.exists()
-    (tmp_path / f"model-0{SUFFIX}").write_bytes(b"")
-    left.write_bytes(b"texts")
-    assert erase_history(tmp_path) == 0
-    assert not left.exists() and not list(tmp_path.glob(f"*{SUFFIX}"))
+def test_erasing_removes_damaged_files(tmp_path):
+    (tmp_path / f"model-0{SUFFIX}").write_bytes(b"something else")
+    assert erase_history(tmp_path) == 0 and not list(tmp_path.iterdir())
 
 
 def test_texts_of_a_drafter_with_adapters_can_be_listed_and_erased(target, prompt):
@@ -556,7 +528,7 @@ def test_a_text_that_cannot_be_written_is_returned_all_the_same(target, prompt, 
     def full(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr(HistoryFile, "append", full)
+    monkeypatch.setattr(History, "_write", full)
     as_plain(target, drafter, prompt, max_new_tokens=9)
     assert "no space left" in caplog.text and not list_history(tmp_path / "texts")
 

@@ -1,10 +1,8 @@
 """Histories: the past texts of a target that all calls of a drafter draft from, in memory or in a folder.
 
-On disk there is one append-only file for each target, which several processes share. It begins with a header: `MAGIC`,
-a random number of this generation of the file, and the digest of target and tokenizer. Records follow, each with its
-length, its CRC-32, and its tokens. Writers hold a lock; readers need none: they read complete records from where they
-stopped, and ignore a torn one at the end, which the next writer cuts off. A file that is rewritten or erased gets
-another number, so that every process drops what it knew of the old one.
+On disk each target has a database of SQLite, which several processes share. Each text has a number greater than those
+before it, by the time at which it was added. So a process reads what others have added since; where the first number is
+another one, texts were erased or have left, and it reads all of them again.
 """
 
 from __future__ import annotations
@@ -13,17 +11,15 @@ import contextlib
 import hashlib
 import os
 import re
-import struct
-import tempfile
+import sqlite3
+import time
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from transformers.utils import cached_file, logging
 
 from ...core.checks import public_name
@@ -33,154 +29,75 @@ from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ...verify.registry import IN_MEMORY, NO_HISTORY
 from ..base.protocol import Drafter
-from .past_texts import START, Continuation, PastTexts, Record, Trust
+from .past_texts import Continuation, PastTexts, Record, Trust
 
-MAGIC = b"hsdraft-history1"
+logger = logging.get_logger(__name__)
+
 SUFFIX = ".history"
-_LOCK, _PATIENCE = ".history.lock", 20.0  # seconds that a writer waits for others
-_NUMBER, _KEY = 16, 32  # bytes
-_HEADER = len(MAGIC) + _NUMBER + _KEY
-_RECORD = struct.Struct(f"<II{len(START)}s")  # number of tokens; CRC-32 of number, `Record.start` and tokens; `start`
+_PATIENCE = 20.0  # seconds that a process waits for others
+_SET_UP = (
+    "PRAGMA secure_delete = ON",  # overwrites texts that leave
+    "PRAGMA synchronous = OFF",  # what is lost with the power is written again by later calls
+    "BEGIN IMMEDIATE",
+    "CREATE TABLE IF NOT EXISTS texts (number INTEGER PRIMARY KEY, start BLOB, tokens BLOB)",
+)
 
 
-@dataclass(frozen=True)
-class News:
-    """What a reader finds."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """A transaction, alone, on a file that is made if it is missing, and that only its owner can read.
 
-    fresh: bool  # whether the file is another one than before, so that earlier records no longer hold
-    records: list[Record]
-
-
-class HistoryFile:
-    """The file of one target in a folder, as one reader or writer sees it. Not for several threads at once.
-
-    Args:
-        key: digest of target and tokenizer, 32 bytes. A file with another key is no history of this target: it is not
-            read, and the next writer replaces it.
+    Raises an OSError if it cannot be used now, and a ValueError if it is no history.
     """
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        with contextlib.closing(sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None)) as base, base:
+            if not path.stat().st_size:
+                base.execute("PRAGMA auto_vacuum = FULL")  # it shrinks when texts leave
+            for statement in _SET_UP:
+                base.execute(statement)
+            yield base
+    except sqlite3.OperationalError as error:
+        raise OSError(f"{path}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise ValueError(
+            f"{path} is no history ({error}): expected a file that drafting with the option `history` has written"
+        ) from error
 
-    def __init__(self, path: Path, key: bytes) -> None:
-        self.path, self._key = path, key
-        self._number = b""  # of the generation that was read
-        self._end = 0  # of the complete records that were read
 
-    def check_place(self) -> None:
-        """Creates the folder, which only its owner can read; raises an OSError where nothing can be written."""
-        folder = self.path.parent
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise OSError(f'history="{folder}" cannot be used ({error}): name a folder that can be written') from error
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the lock of the folder; raises an OSError if another process holds it for too long."""
-        with FileLock(self.path.parent / _LOCK, timeout=_PATIENCE, mode=0o600):
-            yield
-
-    def read(self) -> News:
-        """Returns the complete records that were added since the last call, or all of them if the file is another."""
-        try:
-            with self.path.open("rb") as file:
-                header = file.read(_HEADER)
-                number = header[len(MAGIC) : len(MAGIC) + _NUMBER]
-                if len(header) < _HEADER or header != MAGIC + number + self._key:
-                    return self._none()
-                size = os.fstat(file.fileno()).st_size
-                fresh = number != self._number or size < self._end
-                self._number, self._end = number, _HEADER if fresh else self._end
-                file.seek(self._end)
-                records, read = _parsed(file.read() if size > self._end else b"")
-        except FileNotFoundError:
-            return self._none()
-        self._end += read
-        return News(fresh, records)
-
-    def _none(self) -> News:
-        fresh, self._number, self._end = bool(self._number), b"", 0
-        return News(fresh, [])
-
-    def append(self, record: Record) -> None:
-        """Appends a record. The caller holds the lock, and has read all that there is."""
-        if not self._number:
-            self.rewrite([record])
-            return
-        packed = _packed(record)
-        with self.path.open("r+b") as file:
-            file.truncate(self._end)  # without what a killed process has left
-            file.seek(self._end)
-            file.write(packed)
-        self._end += len(packed)
-
-    def rewrite(self, records: Sequence[Record]) -> None:
-        """Replaces all records. The caller holds the lock. Readers that have the old file open may read on."""
-        number = os.urandom(_NUMBER)
-        descriptor, partial = tempfile.mkstemp(prefix=".history-", dir=self.path.parent)  # readable by the owner only
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(MAGIC + number + self._key)
-                for record in records:
-                    file.write(_packed(record))
-                self._end = file.tell()
-            os.replace(partial, self.path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
-        self._number = number
-
-    def erase(self) -> None:
-        with self.locked():
-            self.path.unlink(missing_ok=True)
-            for left in self.path.parent.glob(".history-*"):  # of processes that were killed
-                left.unlink(missing_ok=True)
+def _records(base: sqlite3.Connection, after: int = 0) -> tuple[list[Record], int]:
+    """Returns the records that were added after one, and the number of the last one."""
+    rows = base.execute("SELECT * FROM texts WHERE number > ? ORDER BY number", (after,)).fetchall()
+    records = [Record(np.frombuffer(tokens, dtype="<i4").astype(np.int32), start) for _, start, tokens in rows]
+    return records, rows[-1][0] if rows else after
 
 
 def read_all(path: Path) -> list[Record]:
     """Returns the records of any history file; raises a ValueError if it is none."""
-    content = path.read_bytes()
-    if len(content) < _HEADER or not content.startswith(MAGIC):
-        raise ValueError(f"{path} is no history: expected a file that drafting with the option `history` has written")
-    return _parsed(content[_HEADER:])[0]
+    with _opened(path) as base:
+        return _records(base)[0]
 
 
-def _packed(record: Record) -> bytes:
-    tokens = np.ascontiguousarray(record.tokens, dtype="<i4").tobytes()
-    count = len(record.tokens)
-    return _RECORD.pack(count, _checksum(count, record.start, tokens), record.start) + tokens
-
-
-def _checksum(count: int, start: bytes, tokens: bytes) -> int:
-    return zlib.crc32(tokens, zlib.crc32(count.to_bytes(4, "little") + start))
-
-
-def _parsed(content: bytes) -> tuple[list[Record], int]:
-    """Returns the complete records at the beginning of `content`, and how many bytes they take."""
-    records, begin = list[Record](), 0
-    while begin + _RECORD.size <= len(content):
-        count, checksum, start = _RECORD.unpack_from(content, begin)
-        end = begin + _RECORD.size + 4 * count
-        tokens = content[begin + _RECORD.size : end]
-        if end > len(content) or _checksum(count, start, tokens) != checksum:
-            break
-        records.append(Record(np.frombuffer(tokens, dtype="<i4").astype(np.int32), start))
-        begin = end
-    return records, begin
-
-
-logger = logging.get_logger(__name__)
+def _erase(path: Path) -> None:
+    try:
+        with _opened(path) as base:
+            base.execute("DELETE FROM texts")
+    except ValueError:
+        path.unlink()
 
 
 class History:
-    """Past texts of one target. Threads may share it; processes share its `file`, if it has one.
+    """Past texts of one target. Threads may share it; processes share its file, if it has one.
 
     Attributes:
         trust: how often drafts from it were right.
     """
 
-    def __init__(self, vocab_size: int, file: HistoryFile | None = None, most_tokens: int = 0) -> None:
+    def __init__(self, vocab_size: int, path: Path | None = None, most_tokens: int = 0) -> None:
         self.vocab_size, self.trust = vocab_size, Trust()
-        self._file, self._most = file, most_tokens or TUNING.history_tokens
+        self._path, self._most = path, most_tokens or TUNING.history_tokens
+        self._first = self._last = 0  # numbers of the first and the last text of the file
         self._texts = PastTexts([], vocab_size, self._most)
         self._reading = new_lock()  # of the texts, for microseconds
         self._changing = new_rlock()  # of texts and file, taken before the other one
@@ -195,57 +112,62 @@ class History:
         with self._reading:
             return self._texts.find(tail, depth)
 
+    @contextlib.contextmanager
+    def _up_to_date(self) -> Iterator[sqlite3.Connection | None]:
+        """Takes what other processes have written, and holds texts and file; raises as `_opened`."""
+        with self._changing, _opened(self._path) if self._path else contextlib.nullcontext() as base:
+            if base is not None:
+                first = base.execute("SELECT min(number) FROM texts").fetchone()[0] or 0
+                fresh, self._first = first != self._first, first
+                records, self._last = _records(base, 0 if fresh else self._last)
+                if fresh:
+                    self._replace(PastTexts(records, self.vocab_size, self._most))
+                for record in () if fresh else records:
+                    self._add(record)
+            yield base
+
     def refresh(self) -> None:
         """Takes what other processes have written; raises an OSError if the file cannot be read."""
-        if self._file is not None:
-            with self._changing:
-                self._take(self._file.read())
+        if self._path is not None:
+            with self._up_to_date():
+                pass
 
     def remember(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Adds the prompts and answers of a call that has ended. What cannot be written is a warning."""
         try:
             self.enter(texts)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning_once(f"a text is missing in the history, as it could not be written: {error}")
 
     def enter(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Adds prompts and answers; raises an OSError if they cannot be written."""
         arrays = [(np.array(prompt, dtype=np.int32), np.array(answer, dtype=np.int32)) for prompt, answer in texts]
-        with self._changing, self._locked_file() as file:
-            if file is not None:
-                self._take(file.read())
+        with self._up_to_date() as base:
             for prompt, answer in arrays:
                 prompt = prompt[max(len(prompt) + len(answer) - self._most // 2, 0) :]
                 with self._reading:
                     record = self._texts.unknown_part(prompt, answer[-(self._most // 2) :])
                 if record is not None:
-                    self._add(record, file)
+                    self._add(record, base)
 
-    @contextlib.contextmanager
-    def _locked_file(self) -> Iterator[HistoryFile | None]:
-        if self._file is None:
-            yield None
-            return
-        with self._file.locked():
-            yield self._file
-
-    def _take(self, news: News) -> None:
-        if news.fresh:
-            self._replace(PastTexts(news.records, self.vocab_size, self._most))
-            return
-        for record in news.records:
-            self._add(record)
-
-    def _add(self, record: Record, file: HistoryFile | None = None) -> None:
+    def _add(self, record: Record, base: sqlite3.Connection | None = None) -> None:
         """Adds a record, to the file too if it is given. If older texts have to leave, the file is written again."""
         before, texts = len(self._texts), self._texts.with_room(len(record.tokens))
-        if file is not None and len(texts) < before:
-            file.rewrite([*texts.records(), record])
-        elif file is not None:
-            file.append(record)
+        if base is not None and len(texts) < before:
+            base.execute("DELETE FROM texts")
+            self._write([*texts.records(), record], base)
+        elif base is not None:
+            self._write([record], base)
         with self._reading:
             self._texts = texts
             texts.add(record)
+
+    def _write(self, records: Sequence[Record], base: sqlite3.Connection) -> None:
+        for record in records:
+            self._last = max(self._last + 1, time.time_ns())
+            row = self._last, record.start, record.tokens.astype("<i4").tobytes()
+            base.execute("INSERT INTO texts VALUES (?, ?, ?)", row)
+        [self._first] = base.execute("SELECT min(number) FROM texts").fetchone()
 
     def _replace(self, texts: PastTexts) -> None:
         with self._reading:
@@ -254,8 +176,8 @@ class History:
     def erase(self) -> None:
         """Forgets all texts, in the file too."""
         with self._changing:
-            if self._file is not None:
-                self._file.erase()
+            if self._path is not None:
+                _erase(self._path)
             self._replace(PastTexts([], self.vocab_size, self._most))
             self.trust = Trust()
 
@@ -296,10 +218,20 @@ def _made(target: Any, option: str) -> History:
     path = Path(option).expanduser().absolute() / f"{name}-{key.hex()[:16]}{SUFFIX}"
     history = _of_files.get(str(path))
     if history is None:
-        file = HistoryFile(path, key)
-        file.check_place()
-        history = _of_files[str(path)] = History(vocab_size, file)
+        _check_place(path)
+        history = _of_files[str(path)] = History(vocab_size, path)
     return history
+
+
+def _check_place(path: Path) -> None:
+    """Makes a file and its folder, which only their owner can read; raises an OSError where nothing can be written."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(ValueError), _opened(path):
+            return
+        _erase(path)  # it is damaged, or of an earlier version
+    except OSError as error:
+        raise OSError(f'history="{path.parent}" cannot be used ({error}): name a folder that can be written') from error
 
 
 def identity_of(target: Any) -> tuple[str, bytes]:
@@ -349,17 +281,16 @@ def list_history(where: Drafter | str | os.PathLike[str]) -> list[HistoryContent
         return [HistoryContents(name, *history.held) for name, history in kept]
     found = []
     for path in _files(where):
-        records = read_all(path)
-        tokens = sum(len(record.tokens) for record in records)
-        found.append(HistoryContents(_target_in(path), len(records), tokens, path.stat().st_size, path))
+        if records := read_all(path):
+            tokens = sum(len(record.tokens) for record in records)
+            found.append(HistoryContents(_target_in(path), len(records), tokens, path.stat().st_size, path))
     return found
 
 
 def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> int:
     """Erases what a folder holds, or what the calls of a drafter have kept in memory; returns how many texts.
 
-    Processes that draft from a file drop its texts with their next call. Damaged files are erased too, and what killed
-    processes have left; their texts are not counted.
+    Processes that draft from a file drop its texts with their next call. Damaged files are removed, and not counted.
 
     Args:
         target: name of a target, as `list_history` gives it; default: all.
@@ -379,13 +310,12 @@ def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> 
     paths = _files(where)
     _check_known(target, [_target_in(path) for path in paths])
     texts = 0
-    for path in paths or [Path(where).expanduser().absolute() / SUFFIX]:
+    for path in paths:
         if target in ("", _target_in(path)):
-            if path.exists():
-                with contextlib.suppress(ValueError):
-                    texts += len(read_all(path))
+            with contextlib.suppress(ValueError):
+                texts += len(read_all(path))
             used_here = _of_files.get(str(path))
-            used_here.erase() if used_here is not None else HistoryFile(path, b"").erase()
+            used_here.erase() if used_here is not None else _erase(path)
     return texts
 
 
