@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -23,16 +23,25 @@ in_use: ContextVar[Mapping[nn.Module, StandIn]] = ContextVar("hsdraft_stand_ins"
 
 
 @contextlib.contextmanager
-def standing_in(stand_ins: Mapping[Any, StandIn]) -> Iterator[None]:
-    """Within, in this thread, each stand-in takes its module's calls, unless hooks of all modules would miss them."""
+def standing_in(stand_ins: Mapping[Any, StandIn], later: Collection[Any] = ()) -> Iterator[Callable[[], None]]:
+    """Within, in this thread, each stand-in takes its module's calls, unless hooks of all modules would miss them.
+
+    Calls of the modules in `later` are taken once what this yields was called: they are rarely called themselves.
+    """
     if _of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks:
-        yield
+        yield lambda: None
         return
     before = in_use.get()
     placed, token = list[Placed](), in_use.set({**before, **stand_ins} if before else stand_ins)
+    rest = [module for module in stand_ins if module in later] if later else []
+
+    def place_rest() -> None:
+        _place(rest, placed)
+        rest.clear()
+
     try:
-        _place(stand_ins, placed)
-        yield
+        _place([module for module in stand_ins if module not in later] if later else stand_ins, placed)
+        yield place_rest
     finally:
         in_use.reset(token)  # first: if interrupted, what remains calls the module itself
         _remove(placed)

@@ -29,6 +29,10 @@ from .small_weights import KERNEL
 from .whole_layers import Chain, Group, Nothing, Watch, are_close, chains_of
 
 
+def _nothing() -> None:
+    pass
+
+
 class CompiledLayers:
     """The layers of a target in one call.
 
@@ -40,6 +44,7 @@ class CompiledLayers:
 
     Attributes:
         running: whether a program or our operator runs.
+        inside: linear layers that are not called where our operator runs.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class CompiledLayers:
     ) -> None:
         self._at_once, self._may_pack, self.running, self._groups = bool(asked_for), may_pack, False, list[Group]()
         self._chains, self.whole = list[Chain](), True
+        self.inside, self.separate = frozenset[nn.Module](), _nothing
         self._layers: dict[Any, _Layer] = {}
         self._waiting: dict[str, tuple[Entry, nn.Module, Form]] = {}
         self._last: _Call | None = None
@@ -73,12 +79,17 @@ class CompiledLayers:
         for chain in self._chains:
             for place, layer in enumerate(chain.layers):
                 self._layers[layer].chain, self._layers[layer].place = chain, place
+        self.inside = frozenset(linear for chain in self._chains for group in chain.groups for linear in group)
 
     @contextlib.contextmanager
-    def in_use(self, whole: bool = True) -> Iterator[None]:
-        """Within, in this thread, layers run by our operator, if the `whole` target runs, or as programs."""
-        self.whole = whole
+    def in_use(self, whole: bool = True, separate: Callable[[], None] = _nothing) -> Iterator[None]:
+        """Within, in this thread, layers run by our operator, if the `whole` target runs, or as programs.
+
+        `separate` is called before a layer calls those `inside` it.
+        """
+        self.whole, self.separate = whole, separate
         if not self._layers or not is_in_place():
+            separate()
             yield
             return
         try:
@@ -150,13 +161,13 @@ class _Layer:
         self._bound: dict[tuple[int, bool, bool], _Bound] = {}
 
     def run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) != 1 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return NotImplemented
+        usual = len(args) == 1 and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         output = NotImplemented
-        if self.chain is not None and self._owner.whole:
+        if usual and self.chain is not None and self._owner.whole:
             output = self.chain.run(self.place, args[0], kwargs, self._owner.form_of)
         if output is NotImplemented:
-            output = self._by_program(layer, args, kwargs)
+            self._owner.separate()
+            output = self._by_program(layer, args, kwargs) if usual else output
             if output is NotImplemented:
                 return output
         self._owner.running = True

@@ -19,7 +19,7 @@ import time
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -402,10 +402,11 @@ class PackedWeights:
         return all(copy.made for copy in self._of.values())
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Within, in this thread, the layers multiply by the copies."""
-        with standing_in(self._of) if _are_products_torchs_own() else contextlib.nullcontext():
-            yield
+    def in_use(self, later: Collection[Any] = ()) -> Iterator[Callable[[], None]]:
+        """Within, in this thread, the layers multiply by the copies; `later` is as for `standing_in`."""
+        own = _are_products_torchs_own()
+        with standing_in(self._of, later) if own else contextlib.nullcontext(lambda: None) as place_rest:
+            yield place_rest
 
 
 def _copy_to_share(linear: nn.Linear) -> PackedLinears | None:

@@ -11,7 +11,9 @@ without it (the rule of "ski rental").
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,10 @@ class Packing:
     def may_pack(self) -> bool:
         """Whether weights are packed, or may be later in this call."""
         return self.weights is not None or not self._settled
+
+    def in_use(self, later: Collection[Any] = ()) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Within, in this thread, layers multiply by the copies, if there are some; `later` is as for `standing_in`."""
+        return self.weights.in_use(later) if self.weights else contextlib.nullcontext(lambda: None)
 
     def begin(self, room: int) -> bool:
         """Takes earlier calls' copies, or packs if that was asked for; returns whether this call packs.

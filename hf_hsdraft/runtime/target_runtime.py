@@ -168,17 +168,18 @@ class Acceleration:
             comes_again: whether many forwards have inputs of this shape, so that compiling pays off.
             model: runs instead of the target, and is made of its layers.
         """
+        runs = self._target if model is None else model
         if self._compiled is not None and comes_again and model is None:
             return self._compiled.forward(inputs)
         with contextlib.ExitStack() as stack:
-            if self.off:
-                return (self._target if model is None else model)(**inputs, return_dict=True)
-            stack.enter_context(grouped_attention(device_of(self._target)))
-            if self._packing is not None and self._packing.weights is not None:
-                stack.enter_context(self._packing.weights.in_use())
-            if self._layers is not None:
-                stack.enter_context(self._layers.in_use(whole=model is None))
-            return (self._target if model is None else model)(**inputs, return_dict=True)
+            if not self.off:
+                stack.enter_context(grouped_attention(device_of(self._target)))
+            if self._packing is not None and not self.off:
+                inside = self._layers.inside if self._layers and model is None else ()
+                place_rest = stack.enter_context(self._packing.in_use(inside))
+                if self._layers:
+                    stack.enter_context(self._layers.in_use(model is None, place_rest))
+            return runs(**inputs, return_dict=True)
 
 
 class TargetRuntime(tree_reading.TargetCall):
