@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from hf_hsdraft import HSDraftConfig, HSDrafter
+from hf_hsdraft import HSDraftConfig, HSDrafter, harmless
 from hf_hsdraft.core.tuning import Tuning
 
 gc.disable()  # until all tests are imported: what imports make stays
@@ -132,6 +132,7 @@ class NewTokens(torch.nn.Module):
         super().__init__()
         self.base = base
 
+    @harmless
     def forward(self, ids):
         return self.base(ids) * 1.5
 

@@ -18,7 +18,7 @@ from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter, Session, WrappedDrafter
 from ..engine.decoding import check_call, check_verifier, first_prompt, introduce, speculative_decoding
 from ..engine.row_processors import is_row_wise
-from ..runtime.foreign_parts import look_at
+from ..runtime.foreign_parts import why_untriable
 from ..runtime.target_limits import why_in_step
 from ..verify.foresight import Draws
 from ..verify.verdict import Verifier
@@ -107,7 +107,7 @@ class Prepared:
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         plain = positions is None or torch.equal(positions.cpu(), torch.arange(length)[None])
         draws = config.do_sample and not verifier.own_draws
-        untriable, own_modules = look_at(self.target, columns)
+        untriable = why_untriable(self.target, columns)
         known, cache = ("attention_mask", "position_ids", "inputs_embeds"), given_cache(kwargs)
         foreseen = Draws.of_rows(1, self.input_ids.device, 2) is not None
         reasons = {
@@ -133,7 +133,7 @@ class Prepared:
             "its rule of verification draws more than the target does": draws,
             "tokens are drawn on a device whose draws cannot be foreseen": config.do_sample and not foreseen,
             "its drafter decides by the call": self.drafter.decoding is not None,
-            untriable or "the target has modules of the user's own": untriable or own_modules,
+            untriable: untriable,
         }
         found = next((reason for reason, holds in reasons.items() if holds), "")
         return found or why_in_step(self.target, config.max_length, range(config.max_length + columns))

@@ -22,7 +22,7 @@ from ..core.tuning import TUNING
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
-from ..runtime.foreign_parts import Watch, look_at
+from ..runtime.foreign_parts import why_untriable
 from ..runtime.module_hooks import experience_of
 from ..runtime.static_cache import with_draft_room
 from ..runtime.target_limits import (
@@ -152,7 +152,7 @@ def speculative_decoding(
     options = DraftOptions.of(drafter, generation_config)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
-    untriable, own_modules = look_at(target, len(input_ids) * columns)
+    untriable = why_untriable(target, len(input_ids) * columns)
     plainly = refused is not refuse  # the caller can decode plainly
     if untriable and plainly:
         raise refusal(target, f"{untriable}.")
@@ -168,23 +168,19 @@ def speculative_decoding(
     keeper = Keeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
-        watch = Watch(target, own_modules)
         output = _read_prompts(runtime, texts, input_ids, generation_config, keeper)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)
         positions = TextPositions.of(runtime, output.taps.shape[1], len(input_ids))
-        if not untriable and (untriable := watch.why_not()) and plainly:
-            refused(refusal(target, f"{untriable}."))
         limits = DraftLimits(call, positions, refused, untriable)
         session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, limits)
-    _finish(keeper, texts, runtime, watch, None if synced_gpus else session)
+    _finish(keeper, texts, runtime, None if synced_gpus else session)
     _remember(history, texts, input_ids, model_kwargs)
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
-def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, watch: Watch, session: Session | None) -> None:
-    watch.end(keeper.statistics.target_forwards)
+def _finish(keeper: Keeper, texts: DecodedTexts, runtime: TargetRuntime, session: Session | None) -> None:
     texts.end_stream()
     if session is not None:
         session.end()

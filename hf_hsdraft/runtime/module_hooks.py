@@ -35,8 +35,6 @@ class Experience:
 
     # What it does with drafts, by kind of call; see `find_out`
     findings: dict[Any, list[Any]] = field(default_factory=dict)
-    # Its forms, by `fingerprint`, in which modules of the user's have changed nothing in a call
-    steady: set[int] = field(default_factory=set)
     untried: int = 0  # tokens that calls might have emitted which were too short to win back its trial
     # Whether it has returned no cache. As it may keep states in its modules, later calls are refused before the
     # prompt.

@@ -39,7 +39,6 @@ def test_an_embedding_without_a_table_is_read_token_by_token():
     target = make_target()
     target.set_input_embeddings(NewTokens(target.get_input_embeddings()))
     drafter, ids = make_flashmap(target), torch.tensor([TEXT])
-    as_plain(target, drafter, ids, max_new_tokens=12)  # is watched
     assert sum(as_plain(target, drafter, ids, max_new_tokens=12).statistics.drafted_nodes)
 
 

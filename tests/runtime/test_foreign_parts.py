@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import queue
 import types
 
 import accelerate
@@ -11,7 +10,7 @@ import torch
 from conftest import make_target
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionMaskInterface, LlamaForCausalLM
 from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask
 from transformers.models.llama import modeling_llama
 
@@ -169,6 +168,7 @@ class Few(nn.Module):
         torch.manual_seed(0)
         self.inner, self.gate, self.most = inner, nn.Linear(32, 2), most
 
+    @harmless  # which is not true: the trial has to find it
     def forward(self, x):
         expert = self.gate(x).argmax(-1).flatten()
         places = nn.functional.one_hot(expert, 2).cumsum(0).gather(1, expert[:, None])[:, 0]
@@ -193,135 +193,39 @@ def made(change):
     return target
 
 
-class OnSteps(nn.Module):
-    """Acts in each third step of decoding, by what a subclass counts. The prompt changes nothing."""
+class Mapped(nn.Module):
+    """The same states at any place: nobody can see that, so it has to be declared."""
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.own = inner, self.begun()
+        self.inner = inner
 
     def forward(self, x):
-        return self.inner(x) * (1.5 if x.shape[1] == 1 and self.count() % 3 == 0 else 1.0)
+        return self.inner(x)
 
 
-class Attribute(OnSteps):
-    begun = int
-
-    def count(self):
-        self.own += 1
-        return self.own
-
-
-class OfData(OnSteps):
-    def begun(self):
-        return torch.zeros(1)
-
-    def count(self):
-        self.own.data += 1
-        return int(self.own)
-
-
-class InObject(OnSteps):
-    def begun(self):
-        class Counter:
-            __slots__ = "so_far"
-
-        counter = Counter()
-        counter.so_far = {"steps": [0]}
-        return counter
-
-    def count(self):
-        self.own.so_far["steps"][0] += 1
-        return self.own.so_far["steps"][0]
-
-
-class Queued(OnSteps):
-    begun = queue.Queue
-
-    def count(self):
-        self.own.put(0)
-        return self.own.qsize()
-
-
-class InConfig(OnSteps):
-    begun = LlamaConfig
-
-    def count(self):
-        self.own.steps = getattr(self.own, "steps", 0) + 1
-        return self.own.steps
-
-
-class OfClass(OnSteps):
-    begun, counted = int, 0
-
-    def count(self):
-        OfClass.counted += 1
-        return OfClass.counted
-
-
-class Stream(OnSteps):
-    def begun(self):
-        return iter(range(10**6))
-
-    def count(self):
-        return next(self.own)
-
-
-_counted = [0]
-
-
-class Global(OnSteps):
-    begun = int
-
-    def count(self):
-        return (lambda: _counted.append(0) or len(_counted))()
-
-
-class Closure(OnSteps):
-    def begun(self):
-        count = [0]
-
-        def helper():
-            count[0] += 1
-            return count[0]
-
-        return lambda: helper()
-
-    def count(self):
-        return self.own()
-
-
-OF_STEPS = [Attribute, OfData, InObject, Queued, InConfig, OfClass, Stream, Global, Closure]
-
-
-@pytest.mark.parametrize("change", [Every, Counted, patched, *OF_STEPS])
+@pytest.mark.parametrize("change", [Every, Counted, patched, Mapped])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_beside_modules_that_count_forwards_nothing_is_drafted(change, rows):
-    def plainly():
-        OfClass.counted = 0
-        _counted.clear()
-        return made(change)
-
+def test_beside_modules_of_the_users_nothing_is_drafted(change, rows):
     ids = prompt(7 * rows)["input_ids"].view(rows, 7)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    target = plainly()
+    target = made(change)
     plain = [target.generate(**inputs, **GREEDY) for _ in range(3)]
     drafter = CachebackDrafter([text[7:].tolist() for several in plain for text in several], tree_sizing="fixed")
-    target = plainly()
+    target = made(change)
     for text in plain:
         output = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
         assert output.sequences.equal(text) and not sum(output.statistics.drafted_nodes)
         assert "model.layers.1.mlp" in output.statistics.reason
-    target = plainly()
+    target = made(change)
     with attach(target, drafter) as attachment:
         assert all(target.generate(**inputs, **GREEDY).equal(text) for text in plain)
     assert attachment.statistics.calls == 0
 
 
-def test_beside_modules_that_map_states_drafting_begins_with_the_second_call():
+def test_beside_modules_that_were_declared_harmless_is_drafted():
     class Own(nn.Linear):
-        def forward(self, x):
-            return super().forward(x)
+        forward = harmless(lambda self, x: super().forward(x))
 
     class Declared(nn.Module):
         def __init__(self, inner):
@@ -341,11 +245,9 @@ def test_beside_modules_that_map_states_drafting_begins_with_the_second_call():
     drafter = CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed")
     call = {**inputs, **GREEDY, "assistant_model": drafter, "return_dict_in_generate": True}
     target.model.layers[0].mlp = Declared(target.model.layers[0].mlp)
-    assert target.generate(**call).statistics.tau > 2
     target.model.layers[1].mlp.up_proj.__class__ = Own
-    first, second = target.generate(**call), target.generate(**call)
-    assert first.sequences.equal(plain) and second.sequences.equal(plain)
-    assert "watched" in first.statistics.reason and first.statistics.tau == 1 and second.statistics.tau > 2
+    output = target.generate(**call)
+    assert output.sequences.equal(plain) and output.statistics.tau > 2
 
 
 def rotated(given):
@@ -405,25 +307,7 @@ class Unsigned(nn.Module):
     forward.__signature__ = "none"
 
 
-class Raises:
-    __slots__ = ()
-
-    def __getattribute__(self, name):
-        raise ValueError(name)
-
-
-class Unseen(nn.Module):
-    """An object that does not let itself be compared."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.odd = inner, [Raises()]
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-@pytest.mark.parametrize("change", ["global", "hook", Unsigned, Unseen])
+@pytest.mark.parametrize("change", ["global", "hook", Unsigned])
 def test_objects_that_answer_strangely_end_drafting_and_no_call(monkeypatch, change):
     target = make_target() if isinstance(change, str) else made(change)
     if change == "global":
@@ -433,8 +317,7 @@ def test_objects_that_answer_strangely_end_drafting_and_no_call(monkeypatch, cha
         target.model.layers[1].register_forward_hook(Odd())
     plain = target.generate(**prompt(), **GREEDY)
     with attach(target, CachebackDrafter(plain[:, 12:].tolist())) as attachment:
-        for _ in range(2 if change is Unseen else 1):
-            assert target.generate(**prompt(), **GREEDY).equal(plain)
+        assert target.generate(**prompt(), **GREEDY).equal(plain)
     assert attachment.statistics.calls == 0
 
 
@@ -504,7 +387,6 @@ def test_experts_that_overflow_by_a_whole_draft_are_found(most):
 
     plain = made(few).generate(**prompt(7), **GREEDY)
     drafter, target = CachebackDrafter(plain[:, 7:].tolist(), tree_sizing="fixed"), made(few)
-    assert target.generate(**prompt(7), **GREEDY, assistant_model=drafter).equal(plain)
     with pytest.raises(ValueError, match="cannot be drafted for: "):
         target.generate(**prompt(7), **GREEDY, assistant_model=drafter)
     with attach(target := made(few), drafter):

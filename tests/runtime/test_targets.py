@@ -713,6 +713,7 @@ def dropping(inner):
     """Drops all tokens of a forward beyond the eighth."""
 
     class Dropping(torch.nn.Module):
+        @harmless
         def forward(self, x):
             return inner(x) * (torch.arange(x.shape[1]) < 8)[:, None]
 
