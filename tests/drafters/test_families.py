@@ -13,9 +13,9 @@ from hf_hsdraft.bench.systems import Variant, drafted_system
 from hf_hsdraft.core.draft_tree import TREE_BUILDERS, Expansion, TreeLimits
 from hf_hsdraft.core.options import Option
 from hf_hsdraft.drafters.base.draft_options import default_options
+from hf_hsdraft.drafters.base.pretrained_drafter import PretrainedDrafter
 from hf_hsdraft.drafters.base.protocol import Drafter, Session
 from hf_hsdraft.drafters.base.registry import FAMILIES
-from hf_hsdraft.drafters.base.saved_drafter import PretrainedDrafter
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}

@@ -26,8 +26,9 @@ from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targ
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, DamagedFile, find_folder, loading, read_json
 from ...runtime.target_loading import default_drafter
 from .draft_options import option_names
+from .pretrained_drafter import PretrainedDrafter, fields_of
 from .registry import FAMILIES, TREES, Evidence, Family, Fit, Format, TargetInfo, fit_of, load_families, recognise
-from .saved_drafter import Placement, PretrainedDrafter, WeightlessDrafter, fields_of, give_options, refuse_unknown
+from .saved_drafter import Placement, WeightlessDrafter, give_options, refuse_unknown
 
 logger = logging.get_logger(__name__)
 

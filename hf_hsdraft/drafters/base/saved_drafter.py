@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import find_adapter_config_file, logging
+from transformers import GenerationConfig
+from transformers.utils import logging
 
-from ...core.checks import FORMAT_VERSION, demand, few, is_misspelt, nearest_option, printable, settings
+from ...core.checks import FORMAT_VERSION, few, is_misspelt, nearest_option, printable
 from ...hub.checkpoint import Checkpoint
-from ...hub.code_files import ENTRY, PLACE
 from ...hub.drafter_files import (
     CONFIG,
-    DESCRIBED,
     OPTIONS,
     check_is_drafter,
-    check_weights,
-    fetch,
-    find_folder,
     loading,
     read_json,
     taken_for_hub,
-    tensors,
 )
 from ...hub.model_card import write_card
-from ...hub.publication import bring_known, complete, complete_folder, push, push_as_it_is
-from ...verify.registry import COMMON_OPTIONS, free_options, is_lossy, rule_options
-from .draft_options import DraftOptions, check_refiners, default_options, option_names
-from .protocol import Drafter, check_sizes
+from ...hub.publication import bring_known, complete_folder, push, push_as_it_is
+from ...verify.registry import free_options, is_lossy, rule_options
+from .draft_options import option_names
+from .protocol import Drafter
 
 logger = logging.get_logger(__name__)
 
-_OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
+OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
 _OF_PROCESS = ("history", "adapter_name")  # options that are not saved: a private folder, and what no folder contains
-_ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 PLACEMENT = ("dtype", "device_map", "attn_implementation")  # accepted by every family, beside options
 
@@ -128,24 +119,6 @@ def refuse_unknown(kind: str, given: Collection[str], names: Collection[str], ot
         raise TypeError(f"{kind} has no drafting option {printable(name)}: {hint}")
 
 
-def _name_nearest(kind: str, error: TypeError, given: Collection[str], fields: Collection[str]) -> None:
-    """Raises a TypeError about an unknown argument, for the one of Python, which names no other."""
-    name = next((name for name in given if f"unexpected keyword argument '{name}'" in str(error)), None)
-    if name is None:
-        return
-    if name in COMMON_OPTIONS:
-        hint = f"it is a drafting option: set drafter.generation_config.{name}, or call AutoDrafter.from_pretrained"
-    else:
-        near = nearest_option(name, {*fields, *COMMON_OPTIONS})
-        hint = f"the nearest is {near}" if is_misspelt(name, near) else "expected one of transformers' from_pretrained"
-    raise TypeError(f"{kind}.from_pretrained has no argument {printable(name)}: {hint}") from error
-
-
-def fields_of(config_class: Any) -> set[str]:
-    own = {each.name for each in settings(config_class)} | set(inspect.signature(config_class.__init__).parameters)
-    return own - {"self", "kwargs"}
-
-
 def write_options(config: GenerationConfig, folder: str | os.PathLike[str], name: str = OPTIONS) -> None:
     """Writes drafting options that any process can use: no private `history` folder, no `adapter_name`."""
     public = copy.copy(config)
@@ -222,7 +195,7 @@ class SavedDrafter(Drafter):
         An existing folder's files are replaced once all are written. With `push_to_hub` they are pushed too, as
         `repo_id` or by the folder's name, with the arguments of that method. Others of transformers are ignored.
         """
-        folder, hub = Path(save_directory), {name: kwargs.pop(name) for name in _OF_A_PUSH if name in kwargs}
+        folder, hub = Path(save_directory), {name: kwargs.pop(name) for name in OF_A_PUSH if name in kwargs}
         self.save_files(folder, **kwargs)
         if push_to_hub:
             self._push(repo_id or folder.resolve().name, kwargs, hub)
@@ -284,241 +257,3 @@ class WeightlessDrafter(SavedDrafter):
     def write(self, folder: Path, **kwargs: Any) -> None:
         head = {"model_type": self.config_class.model_type, "format_version": FORMAT_VERSION}
         (folder / CONFIG).write_text(json.dumps({**head, **self.document()}) + "\n", encoding="utf-8")
-
-
-class PretrainedDrafter(PreTrainedModel):
-    """A model whose folder is a repository of the Hub."""
-
-    loaded_from: Path | None = None  # whose documents come along when it is saved
-    travels_as: ClassVar[Any] = None  # the class that drafts where the package is not installed, if one does
-
-    @classmethod
-    def family(cls) -> Any:
-        """Returns the class whose code travels: the most basic one with this configuration; a TypeError if none."""
-        able = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "check_options")]
-        if not able:
-            raise TypeError(f"{cls.__name__} cannot draft: expected a class derived from Drafter too")
-        return [each for each in able if each.config_class is cls.config_class][-1]
-
-    @classmethod
-    def code_map(cls, entry: str) -> dict[str, str]:
-        """Returns the `auto_map` to save, with a registered derived class; `entry` is the travelling module."""
-        family = cls.family()
-        config = family.config_class
-        of_config = entry if entry == ENTRY else config.__module__.rpartition(".")[2]
-        code = {
-            "AutoConfig": f"{PLACE}/{of_config}.{config.__name__}",
-            "AutoModel": f"{PLACE}/{entry}.{family.__name__}",
-        }
-        if cls._auto_class is None or cls.__module__ == "__main__":  # transformers warns of the latter
-            return code
-        return {**code, cls._auto_class: f"{PLACE}/{cls.__module__.rpartition('.')[2]}.{cls.__name__}"}
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
-        """Makes the code of a derived class travel with it; a family's always does. Refuses other auto classes."""
-        name = auto_class if isinstance(auto_class, str) else auto_class.__name__  # transformers passes the class
-        demand(name == "AutoModel", "auto_class", name, "a drafter is loaded by 'AutoModel'")
-        if cls is not cls.family():
-            super().register_for_auto_class(name)
-
-    @classmethod
-    def can_generate(cls) -> bool:
-        """True, so that the drafting options in `generation_config` are saved with the weights."""
-        return True
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Loads a drafter like any model of transformers, but from safetensors only, and checked before it is built.
-
-        Args:
-            pretrained_model_name_or_path: Folder or Hub name of a drafter.
-            kwargs: As in transformers. `config` is a configuration, or the folder or Hub name of a drafter to read it
-                from. Fields of the configuration may be given by name too, and override it.
-
-        Raises:
-            OSError: There is no such folder or repository, or it holds no configuration or no weights.
-            TypeError: There is no such argument; the message names the nearest.
-            ValueError: It is no drafter, of a newer format, or damaged; or weights and configuration do not match.
-        """
-        if pretrained_model_name_or_path is None:
-            return super().from_pretrained(None, *args, **kwargs)
-        for name in ("variant", "state_dict"):
-            if kwargs.pop(name, None) is not None:
-                raise ValueError(f"a drafter is loaded from its own weights: leave `{name}` out")
-        hub, subfolder = taken_for_hub(kwargs)
-        kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
-        name = os.fspath(pretrained_model_name_or_path)
-        fields = {*fields_of(cls.config_class), *_ALSO_OVERRIDDEN}
-        overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
-        with loading(name, bool(hub.get("local_files_only"))):
-            folder = fetch(name, cls.config_class.model_type, subfolder, **hub)
-            config = cls._configuration(kwargs.pop("config", None), folder, subfolder, hub, overrides)
-            with torch.device("meta"):
-                shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
-            check_weights(folder, shapes, getattr(config, "weights_digest", None))
-            options = stored_options(folder / OPTIONS)
-        # Pass tensors, not the folder, where transformers would look for adapters and other weights.
-        try:
-            loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
-        except TypeError as error:
-            _name_nearest(cls.__name__, error, kwargs, fields)
-            raise
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model.config.name_or_path = model.name_or_path = name
-        model.loaded_from = folder
-        if kwargs.get("generation_config") is None:
-            shape = {name: value for name, value in overrides.items() if name in ("tree_size", "beam_width")}
-            for option, value in {**options, **shape}.items():
-                setattr(model.generation_config, option, value)
-        return loaded
-
-    @classmethod
-    def _configuration(
-        cls, given: Any, folder: Path, subfolder: str, hub: dict[str, Any], overrides: dict[str, Any]
-    ) -> Any:
-        """Returns the configuration to build with: `given`, or read from there, or from the weights' folder."""
-        kind = cls.config_class
-        if given is None:
-            return kind.from_dict(read_json(folder / CONFIG), **overrides)
-        if isinstance(given, str | os.PathLike):
-            with loading(given, bool(hub.get("local_files_only"))):
-                source = find_folder(given, DESCRIBED, subfolder, **hub)
-                check_is_drafter(source, kind.model_type)
-                config = kind.from_dict(read_json(source / CONFIG), **overrides)
-            # The source's digests are of its own weights, and other weights are loaded here.
-            config.weights_digest = read_json(folder / CONFIG).get("weights_digest")
-            return config
-        if not isinstance(given, PreTrainedConfig) or given.model_type != kind.model_type:
-            raise ValueError(
-                f"config={type(given).__name__} is invalid: expected an {kind.__name__}, or the folder or Hub name "
-                "of a drafter to read one from"
-            )
-        config = copy.deepcopy(given)
-        for field, value in overrides.items():
-            setattr(config, field, value)
-        return config
-
-    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
-        """Sets given drafting options; `from_pretrained` reads those beside the weights."""
-        if generation_config is not None:
-            self.generation_config = generation_config
-
-    def load_adapter(
-        self, peft_model_id: str | None = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Loads an adapter of PEFT by transformers' method; the option `adapter_name` then chooses it for a call.
-
-        Args:
-            peft_model_id: Folder or Hub name of an adapter, or of several, each in a subfolder of its name.
-            adapter_name: Its name from now on, and that of the subfolder if there is one; "default" by default.
-            kwargs: As in transformers. `adapter_kwargs` may hold `revision`, `token`, and so on.
-
-        Raises:
-            OSError, ValueError: There is no such adapter, or one of that name has been loaded.
-        """
-        hub = dict(kwargs.get("adapter_kwargs") or {})
-        if peft_model_id is not None and adapter_name is not None and "subfolder" not in hub:
-            local = bool(kwargs.get("local_files_only") or hub.get("local_files_only"))
-            place = {name: hub[name] for name in ("cache_dir", "revision", "token") if name in hub}
-            subfolder = {"subfolder": adapter_name}
-            if find_adapter_config_file(peft_model_id, local_files_only=local, **place, **subfolder):
-                kwargs["adapter_kwargs"] = hub | subfolder
-        return super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        state_dict: dict[str, Any] | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        """Writes the whole repository of a drafter: see `publication`. With an adapter loaded, only the adapter.
-
-        Args:
-            save_directory: Created if missing. Its files are replaced when all are written.
-            push_to_hub: Whether to push it to the Hub too, as `repo_id` or by the folder's name.
-
-        Raises:
-            ValueError: A drafting option is out of range.
-        """
-        if kwargs.get("variant"):
-            raise ValueError("a drafter's weights have no variants: leave `variant` out")
-        self.family()
-        cast(Any, self).check_options()
-        hub = {name: kwargs.pop(name) for name in _OF_A_PUSH if name in kwargs}
-        folder = Path(save_directory)
-        name = hub.pop("repo_id", None) or folder.resolve().name
-        saving = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
-        adapted = getattr(self, "_hf_peft_config_loaded", False)
-        if adapted or not self.should_save_on_this_rank(is_main_process):
-            super().save_pretrained(folder, **saving)
-            if push_to_hub and self.should_save_on_this_rank(is_main_process):
-                push(folder, name, **hub)
-            return
-        with tempfile.TemporaryDirectory() as stage:  # the folder may hold other files
-            with complete_folder(folder) as partial:
-                super().save_pretrained(partial, **saving)
-                write_options(self.generation_config, partial)
-                complete(self, partial, folder)
-                if push_to_hub:
-                    shutil.copytree(partial, stage, dirs_exist_ok=True)
-            if push_to_hub:
-                push(Path(stage), name, **hub)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Pushes a drafter's whole repository to the Hub, or only a loaded adapter; see `hub.publication.push`.
-
-        Args:
-            repo_id: `"user/name"`, created if there is none.
-            kwargs: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
-                `commit_description`; `max_shard_size` as in `save_pretrained`.
-
-        Returns the commit, a `huggingface_hub.CommitInfo`.
-
-        Raises:
-            OSError: The Hub refuses or cannot be reached.
-            ValueError: A private repository was asked for, and there is a public one; or it holds something else.
-        """
-        saving = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
-        if unknown := sorted(kwargs.keys() - _OF_A_PUSH):
-            raise TypeError(f"push_to_hub has no argument {', '.join(unknown)}")
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, **saving)
-            return push(Path(folder), repo_id, **kwargs)
-
-
-class StateDrafter(PretrainedDrafter, Drafter):
-    """What drafters share that read hidden states of the target, with a `TravellingConfig` and a `StateNetwork`.
-
-    They hold weights, configuration and, in `generation_config`, the drafting options, but no state of a call, so
-    several threads may share one.
-    """
-
-    takes_tree_builders = True
-    loss_function: Any = None
-
-    def post_init(self) -> None:
-        super().post_init()
-        self.generation_config = self.default_generation_config()
-
-    @property
-    def taps(self) -> Sequence[int]:  # type: ignore[override]
-        return tuple(self.config.target_tap_layers)
-
-    @property
-    def num_draft_steps(self) -> int:  # type: ignore[override]
-        return self.config.num_draft_steps
-
-    def default_generation_config(self) -> GenerationConfig:
-        config = self.config
-        return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
-
-    def check_together(self, options: DraftOptions) -> None:
-        check_refiners(self, options)
-
-    def check(self, target: Any) -> None:
-        check_sizes(self.config, target)

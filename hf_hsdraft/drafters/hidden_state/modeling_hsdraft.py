@@ -11,9 +11,9 @@ from ...core.checks import demand
 from ...core.tensors import device_of, is_unhooked, joined
 from ..base.draft_options import REFINER_OPTIONS, DraftOptions
 from ..base.packed_texts import PackedTexts
+from ..base.pretrained_drafter import StateDrafter
 from ..base.protocol import Call, Read, weights_of
 from ..base.registry import register_drafter
-from ..base.saved_drafter import StateDrafter
 from ..base.target_weights import DrafterOutput
 from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig

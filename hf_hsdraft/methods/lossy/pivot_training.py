@@ -17,8 +17,8 @@ import torch
 
 from ...core.checks import public_name
 from ...core.draft_tree import DraftTree
+from ...drafters.base.pretrained_drafter import PretrainedDrafter
 from ...drafters.base.protocol import WrappedDrafter
-from ...drafters.base.saved_drafter import PretrainedDrafter
 from ...hub.model_card import write_card
 from ...runtime.prompt_inputs import encode_prompt, end_tokens
 from ...runtime.target_limits import text_config

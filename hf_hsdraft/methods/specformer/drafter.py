@@ -17,10 +17,10 @@ from ...drafters.base.decoder_layer import Attention, DecoderLayer, LayerSizes, 
 from ...drafters.base.draft_options import REFINER_OPTIONS, DraftOptions
 from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.plain_config import FLAG
+from ...drafters.base.pretrained_drafter import StateDrafter
 from ...drafters.base.protocol import Ask, Call, Read, weights_of
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots
 from ...drafters.base.registry import register_drafter
-from ...drafters.base.saved_drafter import StateDrafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import AttendingConfig, as_list
 from ...drafters.base.tree_session import TokenBias

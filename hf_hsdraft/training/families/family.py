@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.checks import public_name
 from ...core.methods import Registry
-from ...drafters.base.saved_drafter import fields_of
+from ...drafters.base.pretrained_drafter import fields_of
 from ...drafters.base.target_weights import TargetWeights
 from ...runtime.target_limits import decoder_layers, text_config
 
