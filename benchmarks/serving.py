@@ -3,13 +3,16 @@
     python benchmarks/serving.py --prompts spec_bench_dev.jsonl --clients 8 --requests 32 --dtype bfloat16
     python benchmarks/serving.py --prompts spec_bench_dev.jsonl --rate 1.5 --requests 64 --picture serving.svg
     python benchmarks/serving.py --prompts spec_bench_dev.jsonl --vllm-python vllm/bin/python --ways together,vllm
+    python benchmarks/serving.py --prompts spec_bench_dev.jsonl --ways "" --server http://localhost:8001 \\
+        --server http://localhost:8002 --repeats 3
     python benchmarks/serving.py --dtype bfloat16 --beside 100,500,2000
     python benchmarks/serving.py --memory 10000
 
 Each client sends its next request when it has its answer; with `--rate`, requests come at random times instead, as many
 a second (a Poisson load). `--picture` draws how many answers and first tokens were there by when.
-All ways decode the same requests greedily to the same lengths, in one process, one way after another. Each
-but vllm first decodes `--batch` of them, which is not timed: costs are measured and layers compiled then.
+All ways decode the same requests greedily to the same lengths, one way after another, `--repeats` times in changing
+order; figures are medians. Each but vllm first decodes `--batch` of them, which is not timed: costs are measured and
+layers compiled then. A way that fails is a line with its error.
 
 - together: `hf_hsdraft.generate_many`, with the drafter
 - one by one: `generate()` with the drafter, first come, first served
@@ -17,6 +20,8 @@ but vllm first decodes `--batch` of them, which is not timed: costs are measured
   longest text
 - transformers: its continuous batching, `init_continuous_batching`, without drafts
 - vllm: its engine on the same device without drafts, by `--vllm-python` or where it is installed
+- an address of `--server`: a running `hsdraft serve`, or another server with OpenAI's completions that takes
+  `min_tokens`, as vLLM's; its answers are streamed
 
 tokens/s counts new tokens from the first request to the last answer; the first token is counted from when its request
 was sent. tau: tokens emitted per target forward and row, bonus token included.
@@ -30,18 +35,24 @@ holds after each tenth.
 
 from __future__ import annotations
 
+import functools
 import gc
+import json
+import queue
 import random
 import statistics
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runner import LineWorker, counts, keep, loaded_target, options, print_table, prompt_texts
+from runner import LineWorker, counts, keep, loaded_target, names, options, print_table, prompt_texts
 
 COLUMNS = ("way", "tokens/s", "relative to one by one", "first token, s: median", "90th percentile", "tau")
 
@@ -125,7 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8, help="texts decoded together; default: 8")
     parser.add_argument("--rate", type=float, help="requests a second, at random times; default: clients that wait")
     parser.add_argument("--longest", type=int, default=400, help="tokens of a prompt; default: 400")
-    parser.add_argument("--ways", default=",".join(WAYS), help="default: all of them")
+    parser.add_argument("--ways", type=names, default=list(WAYS), help="default: all of them")
+    parser.add_argument("--server", action="append", default=[], help="address of a running server; repeat for several")
+    parser.add_argument("--repeats", type=int, default=1, help="measurements of each way; default: 1")
     parser.add_argument("--picture", help="SVG or PNG file to draw")
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of vLLM's environment")
     parser.add_argument("--beside", type=counts, help="lengths of one text beside others of 100 tokens")
@@ -147,32 +160,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_table(heads, _beside(target, tokenizer, drafter, given.beside, given.batch))
         return 0
     requests = _requests(given, target, tokenizer)
-    _warm_up(target, drafter, requests[0])
-    found, tokens = dict[str, Any](), sum(each["max_new_tokens"] for each in requests)
-    loads = dict[str, Load]()
-    for way in given.ways.split(","):
-        if way == "vllm" and given.vllm_python == sys.executable and find_spec("vllm") is None:
-            print("vllm: not installed, and no --vllm-python", file=sys.stderr)
-            continue
-        more = {"python": given.vllm_python, "name": given.target} if way == "vllm" else {}
-        if way != "vllm":  # its engine would start a second time
-            WAYS[way](target, drafter, Load(requests[: given.batch], given.batch, None, 0), given.batch)
-        load = loads[way] = Load(requests, given.clients, given.rate, given.seed)
-        tau = WAYS[way](target, drafter, load, given.batch, **more)
-        found[way] = {"tokens_per_second": load.row(tokens)[0], "first": load.row(tokens)[1:], "tau": tau}
-        print(f"{way}: {found[way]}", file=sys.stderr, flush=True)
-    keep(given.json, {"ways": found})
-    if given.picture:
+    if given.ways:
+        _warm_up(target, drafter, requests[0])
+    found, loads, failed = _measured(given, target, drafter, tokenizer, requests)
+    keep(given.json, {"ways": found, "failed": failed})
+    if given.picture and loads:
         _draw(loads, given.picture)
-    base = found.get("one", next(iter(found.values())))["tokens_per_second"]
-    print_table(
-        COLUMNS,
-        (
-            [way, each["tokens_per_second"], each["tokens_per_second"] / base, *each["first"], each["tau"]]
-            for way, each in found.items()
-        ),
-    )
+    base = found.get("one", next(iter(found.values()), {})).get("tokens_per_second")
+    lines = [
+        [way, (fast := each["tokens_per_second"]), fast / base, *each["first"], each["tau"]]
+        for way, each in found.items()
+    ]
+    print_table(COLUMNS, [*lines, *([way, why, *[None] * 4] for way, why in failed.items())])
     return 0
+
+
+def _measured(
+    given: Any, target: Any, drafter: Any, tokenizer: Any, requests: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Load], dict[str, str]]:
+    """Medians and the last load of each way, and why others have failed."""
+    from hf_hsdraft.bench.run import turn_order
+
+    ways: dict[str, Callable[..., float | None]] = {name: WAYS[name] for name in given.ways}
+    if "vllm" in ways:
+        ways["vllm"] = functools.partial(_vllm, python=given.vllm_python, name=given.target)
+    ways |= {url: functools.partial(_served, url=url, tokenizer=tokenizer) for url in given.server}
+    rows, loads, failed = dict[str, list[tuple[Any, ...]]](), dict[str, Load](), dict[str, str]()
+    tokens = sum(each["max_new_tokens"] for each in requests)
+    for turn in range(given.repeats):
+        for way in turn_order([each for each in ways if each not in failed], turn):
+            try:
+                if way != "vllm" and not turn:  # its engine would start a second time
+                    ways[way](target, drafter, Load(requests[: given.batch], given.batch, None, 0), given.batch)
+                load = loads[way] = Load(requests, given.clients, given.rate, given.seed)
+                tau = ways[way](target, drafter, load, given.batch)
+                rows.setdefault(way, []).append((*load.row(tokens), tau))
+                print(f"{way}: {rows[way][-1]}", file=sys.stderr, flush=True)
+            except Exception as error:
+                failed[way] = f"failed: {error}"
+                loads.pop(way, None)
+    found = {}
+    for way, each in ((way, list(zip(*rows[way], strict=True))) for way in ways if way in rows):
+        speed, median, late = map(statistics.median, each[:3])
+        tau = None if None in each[3] else statistics.median(each[3])
+        found[way] = {"tokens_per_second": speed, "first": [median, late], "tau": tau}
+    return found, loads, failed
 
 
 def _draw(loads: Mapping[str, Load], path: str) -> None:
@@ -290,12 +322,13 @@ def _transformers(target: Any, drafter: Any, load: Load, batch: int) -> float:
 
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024)
     attention = target.config._attn_implementation
-    manager = target.init_continuous_batching(generation_config=config)
+    longest = max(each["input_ids"].shape[1] + each["max_new_tokens"] for each in load.arguments)
+    manager = target.init_continuous_batching(config, _room(longest, batch))
     manager.start()
     try:
         manager.add_request(load.arguments[0]["input_ids"][0].tolist(), max_new_tokens=4)
         while manager.get_result(timeout=0.1) is None:  # its first request takes long
-            pass
+            _check(manager)
         load.begin()
         numbers = dict[str, int]()
         while not load.over:
@@ -307,6 +340,7 @@ def _transformers(target: Any, drafter: Any, load: Load, batch: int) -> float:
                 numbers[name] = number
             result = manager.get_result(timeout=0.01)
             if result is None:
+                _check(manager)
                 continue
             number = numbers[result.request_id]
             if result.generated_tokens:
@@ -319,7 +353,25 @@ def _transformers(target: Any, drafter: Any, load: Load, batch: int) -> float:
     return 1.0
 
 
+def _room(longest: int, batch: int) -> Any:
+    """Room for a batch of texts; by default it takes most of the memory, and minutes to fill it."""
+    from transformers import ContinuousBatchingConfig
+
+    page = 32
+    blocks = batch * (-(-longest // page) + 1)
+    return ContinuousBatchingConfig(
+        page_size=page, num_blocks=blocks, max_batch_tokens=512, max_requests_per_batch=batch
+    )
+
+
+def _check(manager: Any) -> None:
+    if not manager.is_running():
+        raise RuntimeError("its thread has ended; see the log")
+
+
 def _vllm(target: Any, drafter: Any, load: Load, batch: int, python: str, name: str | None) -> float:
+    if python == sys.executable and find_spec("vllm") is None:
+        raise RuntimeError("not installed, and no --vllm-python")
     from hf_hsdraft.runtime.target_loading import target_folder
 
     script, dtype = str(Path(__file__).with_name("vllm_decoding.py")), str(target.dtype).removeprefix("torch.")
@@ -334,6 +386,45 @@ def _vllm(target: Any, drafter: Any, load: Load, batch: int, python: str, name: 
                 load.ended(int(number))
     worker.close()
     return 1.0
+
+
+def _served(target: Any, drafter: Any, load: Load, batch: int, url: str, tokenizer: Any) -> float | None:
+    """Sends requests to a server, each on a thread; what it drafts is not counted."""
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        [model, *_] = json.load(answer)["data"]
+    done = queue.Queue[tuple[int, Exception | None]]()
+
+    def ask(number: int) -> None:
+        try:
+            call = load.arguments[number]
+            count, text = call["max_new_tokens"], tokenizer.decode(call["input_ids"][0])
+            least = {"min_tokens": count, "ignore_eos": True}
+            if model["owned_by"] == "hf_hsdraft":
+                least = {"generation_config": json.dumps({"min_new_tokens": count})}
+            body = {"model": model["id"], "prompt": text, "max_tokens": count, "temperature": 0.0, "stream": True}
+            data, kind = json.dumps({**body, **least}).encode(), {"Content-Type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", data, kind)) as lines:
+                for line in lines:
+                    if b'"text"' in line and b'"text":""' not in line:
+                        load.first.setdefault(number, time.perf_counter())
+            done.put((number, None))
+        except urllib.error.HTTPError as error:
+            done.put((number, RuntimeError(f"{error}: {error.read().decode()}")))
+        except Exception as error:
+            done.put((number, error))
+
+    load.begin()
+    while not load.over:
+        for number in load.due():
+            threading.Thread(target=ask, args=(number,), daemon=True).start()
+        try:
+            number, error = done.get(timeout=0.01)
+        except queue.Empty:
+            continue
+        if error is not None:
+            raise error
+        load.ended(number)
+    return None
 
 
 def _beside(target: Any, tokenizer: Any, drafter: Any, lengths: Sequence[int], batch: int) -> Iterator[list[Any]]:

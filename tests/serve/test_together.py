@@ -1,8 +1,11 @@
 """Requests that a server decodes together."""
 
+import importlib.util
 import re
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from hf_hsdraft import attach
 from hf_hsdraft.batching.scheduler import ContinuousBatching
 from hf_hsdraft.serve.together import Together
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 WORDS = [f"w{index} w{index + 7} w{3 * index % 50}" for index in range(12)]
 
 
@@ -128,3 +132,22 @@ def test_every_call_has_an_answer_or_an_error_where_decoding_fails(by_hand, monk
     later = together.submit(call_of(5), 0, int)
     work[-1]()
     assert later.result(1).shape == (1, 11)
+
+
+def test_the_benchmark_s_clients_get_texts_of_their_lengths(served, tokenizer, monkeypatch):
+    spec = importlib.util.spec_from_file_location("serving_benchmark", BENCHMARKS / "serving.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, benchmark)  # of which its dataclass asks
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    spec.loader.exec_module(benchmark)
+    counts, before = [5, 9, 1], metrics(served)["hsdraft_tokens_total"]
+    arguments = [{"input_ids": tokenizer(text, return_tensors="pt")["input_ids"]} for text in WORDS]
+    arguments = [{**each, "max_new_tokens": count} for each, count in zip(arguments, counts, strict=False)]
+    load, url = benchmark.Load(arguments, clients=2, rate=None, seed=0), f"http://127.0.0.1:{served.port}"
+    benchmark._served(None, None, load, 2, url, tokenizer)
+    assert load.over and load.first.keys() == load.sent.keys() == load.done.keys() == {0, 1, 2}
+    assert all(load.sent[number] < load.first[number] < load.done[number] for number in range(3))
+    assert metrics(served)["hsdraft_tokens_total"] - before == sum(counts)
+    wrong = [{**arguments[0], "max_new_tokens": 0}]
+    with pytest.raises(RuntimeError, match="max_tokens"):
+        benchmark._served(None, None, benchmark.Load(wrong, 2, None, 0), 2, url, tokenizer)
