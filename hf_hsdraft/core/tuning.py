@@ -196,10 +196,15 @@ class Tuning:
     of_noise: float = 6.0
     least_eps: float = 4.0
     least_eps_of_blocks: float = 16.0
-    # Number of tokens that calls may emit for which a trial pays, and numbers of a target whose trial takes no time
-    # - measured: a trial takes as long as 22 plain rounds (SmolLM2-135M, bfloat16), and drafting saves half a round a
-    # token.
-    trial_room: int = 48
+    # Number of tokens that a call may emit for which a trial pays, also where weights are packed and layers compiled;
+    # how many times the first number calls may have emitted until a shorter one tries; and numbers of a target whose
+    # trial takes no time
+    # - measured: a trial takes as long as 15 plain rounds (SmolLM2-135M, bfloat16), and drafting saves a quarter of a
+    # round a token, packed 0.4, compiled two thirds.
+    trial_room: int = 64
+    trial_room_packed: int = 40
+    trial_room_compiled: int = 24
+    trial_patience: float = 3.0
     trial_numbers: int = 2**24
     # Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
     sure_length: int = 256
@@ -216,7 +221,13 @@ class Tuning:
 
     # --- Packed weights of a target, on CPUs ---
     packing_forwards: float = 3.0  # number of plain forwards that packing takes as long as - measured: 3 to 7
-    packing_saves: float = 0.2  # part of a plain forward that packed weights save - measured: 0.2 to 0.5
+    # Part of a plain forward that packed weights save, in bfloat16, in float32, and by a GGUF file's blocks
+    # - measured on an AMD EPYC, SmolLM2-135M: 0.2, 0.1 and 0.7.
+    packing_saves: float = 0.2
+    packing_saves_float32: float = 0.1
+    packing_saves_blocks: float = 0.5
+    # How many times as much has to be lost before a call packs that is too short to win it back - by hand.
+    packing_patience: float = 5.0
     # Number of tokens that a call may still emit, for which comparing the weights pays - by hand.
     packing_least_room: int = 8
     packed_rows: int = 16  # number of rows that the layout is chosen for - by hand

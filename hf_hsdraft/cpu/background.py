@@ -1,6 +1,7 @@
 """Compilers in the background: one at a time, which gets what no other process wants, within bounds of memory and time.
 
-Where a container's quota leaves it no processor, it runs for a twentieth of the time.
+Where the threads of this process may take all processors, it rests while these are busy, but for a twentieth of the
+time, as it does at any time where a container's quota leaves it no processor.
 
 A compiler is a process in a session of its own. So it outlives an interrupt of the process that started it, and the
 next one finds what it has made.
@@ -44,8 +45,11 @@ def start_compiler(
         return None
     if not at_once:
         allowed = quota()
-        # Idle or not, it would use up what a tight quota leaves to the threads of this process.
-        often = "always" if allowed is None or allowed >= torch.get_num_threads() + 1 else "seldom"
+        # Idle or not, it would use up what a tight quota leaves to the threads of this process, and what it takes of
+        # one of these, also of the caches, holds up all of them.
+        needed = torch.get_num_threads() + 1
+        often = "always" if len(os.sched_getaffinity(0)) >= needed else "idle"
+        often = often if allowed is None or allowed >= needed else "seldom"
         limits = str(TUNING.compiling_bytes), str(TUNING.compiling_seconds)
         command = [sys.executable, "-I", str(Path(__file__).with_name("yielding.py")), *limits, often, *command]
     try:
@@ -63,6 +67,8 @@ def start_compiler(
         if turn is not None:
             os.close(turn)
     _started.add(process)
+    if not at_once:
+        _yield(process.pid)
     try:
         threading.Thread(target=_hand_over, args=(process, given), name="hsdraft-compiler", daemon=True).start()
     except RuntimeError:
@@ -70,6 +76,13 @@ def start_compiler(
         process.communicate()
         raise
     return process
+
+
+def _yield(process: int) -> None:
+    """Lets a process yield before it runs `yielding.py`: Python takes a while to start."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
+        Path(f"/proc/{process}/autogroup").write_text("19", encoding="ascii")
 
 
 _started: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()

@@ -39,9 +39,14 @@ def file_of(target: nn.Module) -> Path | None:
     return next((_sources[weight][0] for weight in target.parameters() if weight in _sources), None)
 
 
+def has_blocks(weight: torch.Tensor) -> bool:
+    """Whether a weight was dequantised from a GGUF file, to a shape that the kernel takes."""
+    return weight in _sources and fits(weight)
+
+
 def copy_of_blocks(weight: torch.Tensor) -> SmallCopy | None:
     """A copy of a weight by its blocks; `None` where it has none, they differ from it, or a packed copy is quicker."""
-    found = KERNEL.operators() if weight in _sources and fits(weight) else None
+    found = KERNEL.operators() if has_blocks(weight) else None
     if found is None or (weight.dtype == torch.bfloat16 and not found.is_quick()):
         return None
     try:

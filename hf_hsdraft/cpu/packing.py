@@ -6,7 +6,8 @@ comparing takes less than half a plain forward.
 
 Whether more forwards will come is unknown. So a target's weights are packed once forwards without packed weights, those
 of earlier calls included, have lost as much time as packing takes. Then packing costs at most as much again as was lost
-without it (the rule of "ski rental").
+without it (the rule of "ski rental"). The call that packs should win that back itself, so a call with few tokens left
+leaves it to the next one; where all calls are short, one packs in the end.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..core.forks import new_rlock
 from ..core.tuning import TUNING
+from .gguf_blocks import file_of
 from .packed_weights import PackedWeights, linears_to_pack
+from .small_weights import KERNEL
 
 
 @dataclass
@@ -27,7 +32,14 @@ class _Stock:
     """What calls of a target leave to later ones."""
 
     copies: PackedWeights | None = None
-    lost: float = 0.0  # plain forwards that packing could have saved since the weights last changed
+    forwards: int = 0  # without packed weights, since the weights last changed
+    tokens: int = 0  # that these emitted, of the longest text of each
+
+    def pays(self, saves: float, room: int) -> bool:
+        """Whether to pack now: that saves a part of a plain forward, and the call may emit `room` tokens more."""
+        lost, cost = saves * self.forwards, TUNING.packing_forwards
+        wins_back = room * lost >= cost * self.tokens
+        return lost >= cost * (1.0 if wins_back else TUNING.packing_patience)
 
 
 _stocks: weakref.WeakKeyDictionary[Any, _Stock] = weakref.WeakKeyDictionary()
@@ -46,6 +58,8 @@ class Packing:
         self._target, self._asked_for = target, asked_for
         self.weights: PackedWeights | None = None
         self._settled = asked_for is False  # nothing changes in this call any more
+        self._room = 0  # number of tokens that the call may still emit
+        self._has_blocks = target.device.type == "cpu" and file_of(target) is not None
 
     @property
     def may_pack(self) -> bool:
@@ -56,40 +70,48 @@ class Packing:
         """Within, in this thread, layers multiply by the copies, if there are some; `later` is as for `standing_in`."""
         return self.weights.in_use(later) if self.weights else contextlib.nullcontext(lambda: None)
 
+    @property
+    def _saves(self) -> float:
+        if self._has_blocks and KERNEL.operators() is not None:
+            return TUNING.packing_saves_blocks
+        return TUNING.packing_saves if self._target.dtype == torch.bfloat16 else TUNING.packing_saves_float32
+
     def begin(self, room: int) -> bool:
         """Takes earlier calls' copies, or packs if that was asked for; returns whether this call packs.
 
         `room` is the number of tokens that the call may emit.
         """
+        self._room = room
         if self._settled:
             return False
         if self._asked_for:
             return self._pack()
         with _lock:
-            stock = _stocks.get(self._target)
-            if stock is None or stock.copies is None:
-                return False
+            stock = _stocks.setdefault(self._target, _Stock())
+            if stock.copies is None:
+                return stock.pays(self._saves, room) and self._pack()
             if room < TUNING.packing_least_room:
                 self._settled = True
                 return False
             if stock.copies.serve(self._target, None):
+                if stock.copies.outdated and stock.pays(self._saves, room):
+                    stock.copies = None
+                    return self._pack()
                 self.weights, self._settled = stock.copies, True
                 return not stock.copies.made  # a short call may have left some to be made
             elif linears_to_pack(self._target, None):  # else only for calls that ask
-                stock.copies, stock.lost = None, 0.0
+                _stocks[self._target] = _Stock()
         return False
 
-    def after_round(self) -> bool:
-        """Counts a forward; returns whether the next one packs."""
+    def after_round(self, grown: int) -> bool:
+        """Counts a forward, by which a text has grown so much; returns whether the next one packs."""
+        self._room -= grown
         if self._settled:
             return False
         with _lock:
             stock = _stocks.setdefault(self._target, _Stock())
-            stock.lost += TUNING.packing_saves
-            if stock.lost < TUNING.packing_forwards:
-                return False
-            self._settled = True
-            return self._pack()
+            stock.forwards, stock.tokens = stock.forwards + 1, stock.tokens + grown
+            return stock.pays(self._saves, self._room) and self._pack()
 
     def _pack(self) -> bool:
         self._settled = True
@@ -102,7 +124,7 @@ class Packing:
                 return False
             # If more is asked for than the default packs, existing copies are shared, without a limit.
             shared = stock.copies if self._asked_for else None
-            stock.copies, stock.lost = None, 0.0
+            stock.copies = None
             self.weights = PackedWeights.of(self._target, self._asked_for)
             if self.weights is None and _drop_others(self._target):
                 self.weights = PackedWeights.of(self._target, self._asked_for)
@@ -111,9 +133,15 @@ class Packing:
             return self.weights is not None
 
 
+def has_copies(target: Any) -> bool:
+    """Whether calls have packed the weights of a target."""
+    stock = _stocks.get(target)
+    return stock is not None and stock.copies is not None
+
+
 def _drop_others(target: Any) -> bool:
     """Drops the copies of other targets, which their current calls keep; returns whether there were any."""
     others = [stock for other, stock in _stocks.items() if other is not target and stock.copies is not None]
     for stock in others:
-        stock.copies, stock.lost = None, 0.0
+        stock.copies, stock.forwards, stock.tokens = None, 0, 0
     return bool(others)

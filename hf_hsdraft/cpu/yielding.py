@@ -1,8 +1,9 @@
-"""Becomes a command that takes nothing from others: `python yielding.py BYTES SECONDS always|seldom COMMAND...`.
+"""Becomes a command that takes nothing from others: `python yielding.py BYTES SECONDS HOW COMMAND...`.
 
-The command runs where nothing else does, may use so many bytes of data, and ends first where memory runs out. `seldom`
-stops it for most of the time, and kills it after so many seconds. All that the command starts inherits this, so it is
-set before, by a script that imports nothing of the package.
+The command runs where nothing else does, may use so many bytes of data, and ends first where memory runs out. HOW is
+`always`; `idle`, which stops it while all processors are busy, but for a small part of the time; or `seldom`, which
+stops it for most of the time. The last two kill it after so many seconds. All that the command starts inherits this, so
+it is set before, by a script that imports nothing of the package.
 """
 
 import contextlib
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import time
 
-RUNS, RESTS = 0.05, 0.95  # seconds
+RUNS, RESTS = 0.05, 0.95  # seconds, where processors are busy
+RUNS_IDLE, LOOKS = 0.25, 0.05  # seconds for which it runs on an idle processor, and looks for one
+IDLE = 0.5  # part of a processor that has to be idle
 
 
 def yield_to_others(most_bytes: int) -> None:
@@ -29,15 +32,38 @@ def yield_to_others(most_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
 
 
-def run_seldom(command: list[str], seconds: float) -> int:
+def idle_seconds() -> float:
+    """Seconds for which the processors of this process had nothing to do, since the system began."""
+    own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    with open("/proc/stat", encoding="ascii") as file:
+        fields = [line.split() for line in file if line.startswith("cpu")]
+    ticks = sum(int(idle) + int(waiting) for name, _, _, _, idle, waiting, *_ in fields if name in own)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def is_idle() -> bool:
+    """Whether a processor is idle now."""
+    begin, before = time.monotonic(), idle_seconds()
+    time.sleep(LOOKS)
+    return idle_seconds() - before > IDLE * (time.monotonic() - begin)
+
+
+def run_with_rests(command: list[str], seconds: float, looks: bool) -> int:
     end = time.monotonic() + seconds
     process = subprocess.Popen(command, close_fds=False, preexec_fn=os.setpgrp)
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
+    runs = RUNS
     while process.poll() is None:
-        time.sleep(RUNS)
+        time.sleep(runs)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGSTOP)
-            time.sleep(RESTS)
+            stopped, runs = time.monotonic(), RUNS
+            while time.monotonic() < stopped + RESTS:
+                if not looks:
+                    time.sleep(RESTS)
+                elif is_idle():
+                    runs = RUNS_IDLE
+                    break
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGCONT if time.monotonic() < end else signal.SIGKILL)
     return process.returncode
@@ -47,4 +73,4 @@ if __name__ == "__main__":
     yield_to_others(int(sys.argv[1]))
     if sys.argv[3] == "always":
         os.execvp(sys.argv[4], sys.argv[4:])
-    sys.exit(run_seldom(sys.argv[4:], float(sys.argv[2])))
+    sys.exit(run_with_rests(sys.argv[4:], float(sys.argv[2]), looks=sys.argv[3] == "idle"))

@@ -82,6 +82,7 @@ class DraftLimits:
         reason: why it is not what was asked for; empty if it is.
         known_until: text length up to which the target's ability is known.
         deepest: depth of drafts up to which it is known.
+        untried: whether nothing is drafted as the call is too short to win back a trial.
         ends: for each text, the furthest position to which a draft may reach, as of `look_ahead`.
         alike_until: first cache slot beyond those that the target reads alike, as of `look_ahead`.
     """
@@ -98,7 +99,7 @@ class DraftLimits:
         self.options, self.kind, self.reason = call.options, "tree", ""
         self._refused, self._untriable, self._size = refused, untriable, draft_size(call.options, call.rows)
         self._wanted = call.options
-        self.known_until, self.deepest = 0, sys.maxsize
+        self.known_until, self.deepest, self.untried = 0, sys.maxsize, False
         self.look_ahead()
 
     def find(self) -> None:
@@ -118,9 +119,10 @@ class DraftLimits:
         in_step = self._why_in_step(room)
         # Fixed sizes and given costs mean that every call drafts alike.
         alike = self.options.tree_sizing == "fixed" or self.options.costs is not None
-        pays = alike or _wins_back(runtime.target, room)
+        pays = alike or _wins_back(runtime.target, room, runtime.acceleration.trial_room)
         found = self._found(rows, pays or self._synced_gpus, self._in_any_process, chains=bool(in_step))
         if found is None:
+            self.untried = not pays
             self._draft_nothing(self._why_nothing(pays))
             return
         refused = self._why_refused(found)
@@ -167,7 +169,7 @@ class DraftLimits:
 
     def _draft_nothing(self, reason: str) -> None:
         """From here on the texts grow as in plain decoding."""
-        self._runtime.trees, self._runtime.acceleration.off = False, True
+        self._runtime.trees, self._runtime.acceleration.off = False, not self.untried
         self.options, self.kind, self.reason = replace(self.options, depth=0), "chain", reason
 
     def _refuse(self, refused: DraftingRefused) -> None:
@@ -238,14 +240,17 @@ class DraftLimits:
         return bool(shared)
 
 
-def _wins_back(target: Any, room: int) -> bool:
-    """Whether drafts of a call of `room` tokens, and of as many again as earlier short calls had, pay for a trial."""
+def _wins_back(target: Any, room: int, least: int) -> bool:
+    """Whether drafts of a call of `room` tokens pay for a trial, as those of `least` tokens do.
+
+    Where all calls are shorter, one tries in the end.
+    """
     if room <= STEPS + 1:
         return False
-    if room < TUNING.trial_room and sum(weight.numel() for weight in target.parameters()) >= TUNING.trial_numbers:
+    if room < least and sum(weight.numel() for weight in target.parameters()) >= TUNING.trial_numbers:
         known = experience_of(target)
-        room = known.untried = known.untried + room
-        return room >= TUNING.trial_room
+        known.untried += room
+        return known.untried >= TUNING.trial_patience * TUNING.trial_room
     return True
 
 

@@ -210,5 +210,5 @@ class Keeper(Observer):
             emitted, mean = {each.row: each.tokens for each in done.news}, sum(done.emitted) / len(done.emitted)
             draft = seconds["draft"] + followed
             drafting.pace.learn(emitted, max(done.nodes), mean, done.progress, done.depth, draft, forward)
-        if acceleration is not None and acceleration.after_round():
+        if acceleration is not None and acceleration.after_round(max(done.emitted)):
             self._repace()

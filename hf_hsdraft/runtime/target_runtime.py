@@ -17,11 +17,12 @@ from ..core.cache_name import given_cache
 from ..core.draft_tree import DraftTree, TreeBatch
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
+from ..core.tuning import TUNING
 from ..cpu.background import is_compiling
 from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.gguf_blocks import file_of
 from ..cpu.grouped_attention import grouped_attention
-from ..cpu.packing import Packing
+from ..cpu.packing import Packing, has_copies
 from ..gpu.fixed_shapes import CompiledCalls, compiled
 from . import tree_reading
 from .cache_slots import as_given, text_cache
@@ -106,6 +107,14 @@ class Acceleration:
         return file_of(self._target) is not None
 
     @property
+    def trial_room(self) -> int:
+        """Number of tokens of a call for which a trial of the target pays, by how much its rounds save."""
+        if not has_copies(self._target):
+            return TUNING.trial_room
+        quicker = TUNING.trial_room_compiled if self._experience.programs else TUNING.trial_room_packed
+        return min(TUNING.trial_room, quicker)
+
+    @property
     def compiling(self) -> bool:
         """Whether something is compiled beside the call."""
         return is_compiling()
@@ -146,12 +155,12 @@ class Acceleration:
         """Whether rounds of this call ran layers as programs."""
         return self._layers is not None and self._layers.running
 
-    def after_round(self) -> bool:
-        """Counts a round; returns whether forwards have just become quicker, so that costs must be measured again."""
+    def after_round(self, grown: int = 1) -> bool:
+        """Counts a round that grew a text by `grown`; whether forwards became quicker: their costs change."""
         if self._packing is None or self.off:
             return False
         before = self.packed, self.programs
-        self.packs = self._packing.after_round()
+        self.packs = self._packing.after_round(grown)
         self.packed = self._packing.weights is not None
         if self._layers is not None:
             compiled = self._layers.after_forward()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hsdraft.cpu import background
+from hf_hsdraft.cpu import background, yielding
 from hf_hsdraft.cpu.background import start_compiler
 from hf_hsdraft.cpu.kernel import Kernel
 
@@ -75,7 +75,9 @@ def test_a_request_that_fails_leaves_the_turn_to_others(started):
     assert started(LONG) is not None
 
 
-def test_it_yields_to_all_other_processes_and_to_their_memory(started):
+def test_it_yields_to_all_other_processes_and_to_their_memory(started, monkeypatch):
+    monkeypatch.setattr(background, "quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(torch.get_num_threads() + 1))
     process = started(LONG)
     assert process is not None
     assert eventually(lambda: b"sleep" in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:6])
@@ -111,6 +113,33 @@ def test_a_quota_that_the_callers_threads_use_up_leaves_it_a_small_part(started,
     assert process.wait() == 3 and started(["true"]) is not None, "its turn has ended with it"
     read, seconds = (tmp_path / "ran").read_text().rsplit(" ", 1)
     assert read == "a layer" and (not tight or float(seconds) < 1.5)
+
+
+def test_it_looks_for_an_idle_processor_where_the_callers_threads_may_take_all(started, monkeypatch):
+    monkeypatch.setattr(background, "quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(torch.get_num_threads()))
+    process = started(LONG)
+    assert process is not None
+    command = Path(f"/proc/{process.pid}/cmdline")
+    assert eventually(lambda: b"idle" in command.read_bytes().split(b"\0"))
+    assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE, "before Python has started"
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_it_rests_while_processors_are_busy(monkeypatch, tmp_path, idle):
+    monkeypatch.setattr(yielding, "is_idle", lambda: idle or time.sleep(yielding.LOOKS))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # that of the tests stays
+    script = "import sys, time\nlast = begin = time.monotonic()\nlongest = 0.0\nwhile last < begin + 2.5:\n"
+    script += " time.sleep(0.01)\n now = time.monotonic()\n longest, last = max(longest, now - last), now\n"
+    script += "sys.exit(longest > 0.6)"
+    assert yielding.run_with_rests([sys.executable, "-c", script], 60.0, looks=True) == (not idle)
+
+
+def test_idle_processors_are_told_from_busy_ones():
+    before = yielding.idle_seconds()
+    time.sleep(0.2)
+    gone = yielding.idle_seconds() - before
+    assert 0.0 <= gone <= 0.5 * len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("tight", [True, False])

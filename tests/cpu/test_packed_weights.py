@@ -26,6 +26,7 @@ from hf_hsdraft.cli import _try
 from hf_hsdraft.core.stand_ins import Placed
 from hf_hsdraft.cpu import packed_weights as module
 from hf_hsdraft.cpu.packed_weights import PackedWeights, has_kernel, linears_to_pack
+from hf_hsdraft.drafters.hidden_state import modeling_hsdraft
 from hf_hsdraft.methods import round_profile as profile
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.pacing import MeasuredCosts
@@ -191,8 +192,9 @@ def test_only_layers_that_run_are_packed(packings):
 
 
 @pytest.mark.usefixtures("no_least")
-def test_weights_are_packed_once_that_pays_and_stay_packed(target, packings):
+def test_weights_are_packed_once_that_pays_and_stay_packed(target, packings, tuned):
     """Rounds of all calls count, also those that draft nothing; changed weights are counted from the start."""
+    tuned(packing_saves_float32=0.25, packing_forwards=3.0, packing_patience=2.5)  # after 12 rounds, or after 30
     drafter, layers = CachebackDrafter(node_cost=1.0, depth_cost=1.0), len(linears_to_pack(target, True))
 
     def call(new=9):
@@ -201,11 +203,23 @@ def test_weights_are_packed_once_that_pays_and_stay_packed(target, packings):
         assert torch.equal(output.sequences, text(target, max_new_tokens=new))
         return len(packings), output.statistics.packed_weights
 
-    assert [call() for _ in range(4)] == [(0, False), (layers, True), (0, True), (0, True)]
+    assert [call() for _ in range(2)] == [(0, False)] * 2, "too few tokens are left to win it back"
+    assert [call(new) for new in (33, 9, 9)] == [(layers, True), (0, True), (0, True)]
     assert call(3) == (0, False), "too short to gain from copies"
     with torch.no_grad():
         target.lm_head.weight.data *= 1.01  # which no version counts
-    assert [call() for _ in range(3)] == [(0, False), (layers, True), (0, True)]
+    assert [call() for _ in range(5)] == [(0, False)] * 3 + [(layers, True), (0, True)], "all calls are short"
+
+
+@pytest.mark.usefixtures("no_least")
+def test_calls_that_are_too_short_to_try_a_target_pack_and_prepare_no_drafts(target, packings, monkeypatch, tuned):
+    tuned(trial_numbers=0, trial_room=60, packing_saves_float32=1.0)
+    monkeypatch.setattr(modeling_hsdraft, "quick_weights", lambda *_: pytest.fail("nothing is drafted"))
+    drafter, expected = make_drafter(target), text(target, max_new_tokens=20)
+    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
+    output = text(target, drafter, max_new_tokens=20, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected) and "in so short a call" in output.statistics.reason
+    assert output.statistics.packed_weights and len(packings) == len(linears_to_pack(target, True))
 
 
 @pytest.mark.parametrize("way", SEEN)
@@ -295,7 +309,7 @@ def test_calls_share_copies(target, copies):
 @pytest.mark.parametrize("first", [True, None])
 def test_what_was_asked_for_serves_the_default(target, copies, monkeypatch, first, tuned):
     """And what the default has packed is not packed again where more is asked for."""
-    tuned(packed_least_numbers=2000, packing_forwards=0.3)  # the default packs in the second round
+    tuned(packed_least_numbers=2000, packing_forwards=0.3)  # the default packs in the third round
     drafter, expected = make_drafter(target), text(target, max_new_tokens=16)
     every, some = (len(linears_to_pack(target.model, asked_for)) for asked_for in (True, None))
     assert 0 < some < every
@@ -313,7 +327,7 @@ def test_what_was_asked_for_serves_the_default(target, copies, monkeypatch, firs
 
 
 def test_copies_beyond_the_limit_stay_for_calls_that_ask_for_them(target, copies, tuned):
-    # The default would pack in the second round.
+    # The default would pack in the third round.
     tuned(packed_bytes=0, packed_least_numbers=0, packing_forwards=0.3)
     drafter, expected = make_drafter(target), text(target)
     for asked_for in (True, None, True):
@@ -507,7 +521,8 @@ def test_a_profile_repeats_forwards_by_packed_weights(target):
 
 @pytest.mark.parametrize("asked_for", [True, None])
 @pytest.mark.usefixtures("no_least")
-def test_the_round_that_packs_is_not_timed(target, asked_for, monkeypatch):
+def test_the_round_that_packs_is_not_timed(target, asked_for, monkeypatch, tuned):
+    tuned(packing_saves_float32=0.2, packing_patience=1.0)
     echo = CachebackDrafter([text(target, max_new_tokens=60)[0].tolist()], packed_weights=asked_for)
     events = []
     original, timed = module.PackedLinears.run, MeasuredCosts.add
@@ -532,8 +547,9 @@ def test_the_round_that_packs_is_not_timed(target, asked_for, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_least")
-def test_costs_are_those_of_packed_weights(target, packings):
+def test_costs_are_those_of_packed_weights(target, packings, tuned):
     """They are measured apart from those without."""
+    tuned(packing_saves_float32=0.2, packing_patience=1.0)
     echo = CachebackDrafter([text(target, max_new_tokens=200)[0].tolist()])
     for _ in range(3):
         text(target, echo, max_new_tokens=200)

@@ -247,6 +247,27 @@ def gguf_target(folder, dtype=torch.bfloat16, **types):
     return target
 
 
+@torch.no_grad()
+def test_copies_made_before_the_kernel_give_way_to_blocks(operators, tmp_path, monkeypatch):
+    """In the first process on a machine the kernel is compiled beside the first calls."""
+    target = gguf_target(tmp_path, torch.float32, gate_proj="Q4_0", up_proj="Q8_0")
+    weights, kernel = target.model.layers[0].mlp, KERNEL._found
+    linears = [weights.gate_proj, weights.down_proj]
+    monkeypatch.setattr(KERNEL, "_found", None)
+    monkeypatch.setattr(KERNEL, "_process", os.getpid())  # nothing more is started
+    early = PackedWeights(linears)
+    with early.in_use():
+        expected = target(IDS).logits
+    assert early.made and not early.outdated
+    monkeypatch.setattr(KERNEL, "_found", kernel)
+    assert early.outdated
+    later = PackedWeights(linears)
+    with later.in_use():
+        torch.testing.assert_close(target(IDS).logits, expected)
+    assert not later.outdated and isinstance(later._of[weights.gate_proj].copy, SmallCopy)
+    assert isinstance(later._of[weights.down_proj].copy, torch.Tensor), "not in the file"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.no_grad()
 def test_the_blocks_of_a_gguf_file_are_the_targets_weights(operators, tmp_path, dtype):

@@ -103,6 +103,8 @@ class HSDrafter(HSDraftNetwork, StateDrafter):
 
     def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
+        if call.options.depth == 0:  # nothing will be drafted, and making quick weights takes as long as two forwards
+            return HSDraftSession(self, self.borrow(*modules), call)
         working, weights = quick_weights(self, *modules), self.borrow(*modules, with_head=False)
         if not self._compiles(call, working):
             return HSDraftSession(self, weights, call, working)
