@@ -8,6 +8,7 @@ from conftest import make_drafter, make_target
 from session_helpers import accept, borrow, drafted_by, hidden_session, pairs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.drafters.base import packed_texts
 from hf_hsdraft.drafters.hidden_state import trunk
 from hf_hsdraft.drafters.hidden_state.draft_session import RollOut
@@ -44,15 +45,15 @@ def test_blocks_of_rows_give_what_all_rows_give(monkeypatch, window, tuned):
 
 @torch.no_grad()
 def test_a_batch_keeps_what_its_window_shows(target):
-    drafter, lengths = make_drafter(target, sliding_window=8), []
+    drafter, rooms = make_drafter(target, sliding_window=8), []
     session = hidden_session(drafter, borrow(drafter, target), rows=3)
-    for first in range(0, 60, 3):
+    for first in range(0, 600, 3):
         taps, _, positions = pairs_of(drafter, 3, first=first)
         for row in range(3):
-            accept(session, taps, positions + 5, positions, row=row)
+            accept(session, taps, (positions + 5) % 90, positions, row=row)
         drafted_by(session)
-        lengths += session._context.lengths
-    assert max(lengths) <= 2 * 8 + 3
+        rooms += [text.keys[0].shape[1] for text in session._roll_out._texts]
+    assert max(rooms) <= 2 * 8 + 2 * TUNING.spare_tokens
 
 
 class _Largest(TorchDispatchMode):

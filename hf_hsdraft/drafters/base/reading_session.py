@@ -34,12 +34,11 @@ class Slots:
 class RowContext:
     """Keys and values of accepted positions. Each row fills its buffer from slot 0; `lengths` are the filled slots.
 
-    The first ones written to a layer decide its number of heads, their sizes and the dtype. With a `window`, positions
-    that no later one sees are dropped, once there are many.
+    The first ones written to a layer decide its number of heads, their sizes and the dtype.
     """
 
-    def __init__(self, rows: int, layers: int, device: torch.device, window: int | None = None) -> None:
-        self.lengths, self._window = [0] * rows, window
+    def __init__(self, rows: int, layers: int, device: torch.device) -> None:
+        self.lengths = [0] * rows
         self._positions = torch.empty(rows, 0, dtype=torch.int64, device=device)
         self._layers: list[tuple[torch.Tensor, ...]] = [()] * layers  # keys and values; empty before the first ones
 
@@ -49,8 +48,6 @@ class RowContext:
 
     def reserve(self, counts: dict[int, int], positions: torch.Tensor) -> Slots:
         """Makes room for `positions` `[n]`, int64, of which each row gets so many as `counts` says, row by row."""
-        if self._window is not None and max(self.lengths) > 2 * self._window:
-            self._keep_last(self._window)
         self._make_room(max(self.lengths[row] + count for row, count in counts.items()))
         device = self._positions.device
         taken = [(row, self.lengths[row] + each) for row, count in counts.items() for each in range(count)]
@@ -59,16 +56,6 @@ class RowContext:
         for row, count in counts.items():
             self.lengths[row] += count
         return slots
-
-    def _keep_last(self, most: int) -> None:
-        begins = on_device([max(length - most, 0) for length in self.lengths], self._positions.device)
-        kept = begins[:, None] + torch.arange(most, device=begins.device)
-        self._positions = self._positions.gather(1, kept)
-        self._layers = [
-            tuple(room.gather(2, kept[:, None, :, None].expand(-1, room.shape[1], -1, room.shape[3])) for room in layer)
-            for layer in self._layers
-        ]
-        self.lengths = [min(length, most) for length in self.lengths]
 
     def drafted(self, rows: Sequence[int], begin: int, count: int) -> Slots:
         """Makes room for drafted positions after the accepted ones, and returns their slots row by row.
@@ -149,7 +136,7 @@ class RowContext:
     def copy_of(self, row: int) -> RowContext:
         """Returns a context with a copy of this row only."""
         other, length = RowContext.__new__(RowContext), self.lengths[row]
-        other.lengths, other._window = [length], self._window
+        other.lengths = [length]
         other._positions = self._positions[row : row + 1, :length].clone()
         other._layers = [tuple(room[row : row + 1, :, :length].clone() for room in layer) for layer in self._layers]
         return other
@@ -256,17 +243,15 @@ class ReadingSession(TreeSession):
     """Queues accepted positions, and reads them in one forward for the batch before the next draft.
 
     Families implement `read`, which stores keys and values of the queued inputs. `layers` is the number of layers that
-    attend to accepted positions, at most to `window` of them.
+    attend to accepted positions, and keep these in the context; 0 for a family with other buffers.
     """
 
     reads_tokens = True  # whether an input has the embedding of the token after its position
 
-    def __init__(
-        self, drafter: Any, weights: TargetWeights, call: Call, layers: int, window: int | None = None
-    ) -> None:
+    def __init__(self, drafter: Any, weights: TargetWeights, call: Call, layers: int) -> None:
         super().__init__(call.options, weights.vocab_ids, call.foresight)
         self.drafter, self.weights = drafter, weights
-        self._context = RowContext(call.rows, layers, drafter.device, window)
+        self._context = RowContext(call.rows, layers, drafter.device)
         self._pending: list[list[Columns]] = [[] for _ in range(call.rows)]
         self._anchors: dict[int, torch.Tensor] = {}  # `[1]`, int64, the position of each row's last accepted token
         self._left: dict[int, Any] = {}  # what `read` keeps of each row's last position, beside keys and values

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +14,11 @@ from transformers.utils import logging
 from ...core.checks import is_number
 from ...core.draft_tree import DraftTree, merge_trees
 from ...core.options import Option
-from ...core.tensors import Attend, batched_attention
+from ...core.tensors import Attend, on_device
 from ...core.tuning import TUNING
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
-from ..base.reading_session import DraftedNodes, ParallelSession, RowContext, ends_of, reading_attention
+from ..base.reading_session import ParallelSession
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import ParallelExpansion, TokenBias
 from .network import HSDraftNetwork, Leftover, WorkingWeights
@@ -68,62 +70,40 @@ def expansion_of(
 
 
 class BatchedTexts:
-    """The rows of a batch for one forward of a trunk. Rolled positions follow the accepted ones, which are kept.
+    """Rows of a batch for one forward of a trunk, which stand one after the other, each with its own buffers."""
 
-    Args:
-        counts: number of the pairs of each row, which stand row by row.
-        positions: `[T]`, of the pairs.
-        window: attended positions including the position itself; None for all.
-    """
-
-    def __init__(
-        self, context: RowContext, counts: Mapping[int, int], positions: torch.Tensor, window: int | None, layers: int
-    ) -> None:
-        slots = context.reserve(dict(counts), positions)
-        self._context, self._rows, self._window = context, list(counts), window
-        self._read = reading_attention(context, slots, counts, positions, [window] * layers)
-        self.starts = ends_of(counts, positions.device)
-        self._last = positions[self.starts][:, None]
+    def __init__(self, texts: Sequence[GrowingText], counts: Sequence[int], device: torch.device) -> None:
+        self._texts, self._counts = texts, list(counts)
+        self.starts = on_device(list(itertools.accumulate(counts)), device) - 1
 
     def reading(self) -> Attend:
-        def attend(
-            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
-        ) -> torch.Tensor:
-            return self._read(layer, queries, keys.transpose(0, 1), values.transpose(0, 1), rows)
-
-        return attend
+        return partial(self._attend, [text.reading() for text in self._texts], self._counts)
 
     def rolling(self, step: int, chains: int) -> Attend:
-        if step == 1:
-            self._nodes = DraftedNodes(self._context, self._rows, self._last.device)
-            self._numbers = torch.zeros_like(self._last)
-        self._numbers = self._nodes.add(self._numbers)
-        seen = self._nodes.seen(self._last, None if self._window is None else self._window - step)
+        return partial(self._attend, [text.rolling(step, 1) for text in self._texts], [1] * len(self._texts))
 
-        def attend(
-            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
-        ) -> torch.Tensor:
-            view = self._nodes.written(layer, *(each.transpose(0, 1)[:, None] for each in (keys, values)))
-            return batched_attention(queries[:, None], *view, seen)[:, 0]
-
-        return attend
+    def _attend(
+        self, attends: Sequence[Attend], counts: list[int], layer: int, queries: Any, keys: Any, values: Any, rows: Any
+    ) -> torch.Tensor:
+        parts = queries.split(counts if rows is None else 1), keys.split(counts, 1), values.split(counts, 1)
+        return torch.cat([attend(layer, *part, None) for attend, *part in zip(attends, *parts, strict=True)])
 
 
 class RollOut:
-    """A trunk's state in one call: the positions that it has read, and drafts rolled from their ends.
+    """A trunk's state in one call: the positions that it has read of each row, and drafts rolled from their ends.
 
     Args:
         drafter: with its sizes, device and dtype.
-        context: of the rows of a batch; None for a single sequence.
     """
 
-    def __init__(self, trunk: WorkingWeights, drafter: HSDraftNetwork, context: RowContext | None = None) -> None:
+    def __init__(self, trunk: WorkingWeights, drafter: HSDraftNetwork, rows: int = 1) -> None:
         config = drafter.config
-        self._trunk, self._window, self._context = trunk, config.sliding_window, context
+        self._trunk, self._window = trunk, config.sliding_window
         sizes = config.num_key_value_heads, 0, config.head_dim
         room = torch.empty(sizes, device=drafter.device, dtype=drafter.dtype)
         layers, tuned = len(trunk.layers), {"spare": TUNING.spare_tokens, "mask_rows": TUNING.mask_rows}
-        self._text = GrowingText(layers, room, self._window, **tuned)
+        self._texts = [GrowingText(layers, room, self._window, **tuned) for _ in range(rows)]
+        self._text = self._texts[0]
         # Number of positions that affect the output at the last one and the drafts after it.
         self._reach = None if self._window is None else layers * (self._window - 1) + 1
 
@@ -142,10 +122,11 @@ class RollOut:
     def drop(self, counts: Mapping[int, int]) -> None:
         """Drops the positions read last, fewer than a window holds; `counts` are by row."""
         for row, count in counts.items():
-            if self._context is None:
-                self._text.length -= count
-            else:
-                self._context.drop(row, count)
+            self._texts[row].length -= count
+
+    def forget(self, row: int) -> None:
+        """Drops all positions of a row."""
+        self._texts[row].length = 0
 
     def __call__(self, counts: Mapping[int, int], pairs: Pairs, num_draft_steps: int) -> torch.Tensor:
         """Reads accepted positions, then rolls K steps from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
@@ -153,7 +134,7 @@ class RollOut:
         The pairs stand row by row, and `counts` has the number of each row's, in order.
         """
         rolling = getattr(self._trunk, "rolling", None)
-        if self._context is None and rolling is not None:
+        if len(self._texts) == 1 and rolling is not None:
             states = rolling(*self._recent(pairs), self._text, num_draft_steps - 1)
             if states is not None:
                 return states[None]
@@ -162,14 +143,15 @@ class RollOut:
 
     def read(self, counts: Mapping[int, int], pairs: Pairs, ahead: int = 0) -> tuple[torch.Tensor, list[Rope], Context]:
         """Reads accepted positions only; returns what `roll` needs for `ahead` steps."""
+        if len(self._texts) == 1:
+            taps, embeds, position_ids = self._recent(pairs)
+            self._text.extend(len(taps), ahead)
+            return *read(self._trunk, taps, embeds, position_ids, self._text, ahead), self._text
         taps, embeds, position_ids = pairs
-        if self._context is not None:
-            layers = len(self._trunk.layers)
-            texts = BatchedTexts(self._context, counts, position_ids, self._window, layers)
-            return *read(self._trunk, taps, embeds, position_ids, texts, ahead), texts
-        taps, embeds, position_ids = self._recent(pairs)
-        self._text.extend(len(taps), ahead)
-        return *read(self._trunk, taps, embeds, position_ids, self._text, ahead), self._text
+        texts = BatchedTexts([self._texts[row] for row in counts], list(counts.values()), taps.device)
+        for row, count in counts.items():
+            self._texts[row].extend(count, ahead)
+        return *read(self._trunk, taps, embeds, position_ids, texts, ahead), texts
 
     def _recent(self, pairs: Pairs) -> Pairs:
         """The pairs that matter of a single sequence; if earlier positions no longer do, these are forgotten."""
@@ -202,7 +184,7 @@ class HSDraftSession(ParallelSession):
         roll_out: RollOut | None = None,  # a growing one by default
     ) -> None:
         config = drafter.config
-        super().__init__(drafter, weights, call, config.num_hidden_layers, config.sliding_window)
+        super().__init__(drafter, weights, call, layers=0)
         self._target = call.target
         self.guesses = self.right_guesses = 0  # judged first guesses of drafts, and the right ones
         self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by row
@@ -210,7 +192,7 @@ class HSDraftSession(ParallelSession):
         sizes = config.hidden_size, layers, config.draft_vocab_size, config.injector
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)
-        self._roll_out = roll_out or RollOut(self._working, drafter, None if call.rows == 1 else self._context)
+        self._roll_out = roll_out or RollOut(self._working, drafter, call.rows)
         self._rows = [_Row() for _ in range(call.rows)]
         self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
@@ -245,6 +227,7 @@ class HSDraftSession(ParallelSession):
         super().keep(rows)
         for row in set(range(len(self._rows))).difference(rows):
             self._rows[row] = _Row()
+            self._roll_out.forget(row)
 
     def saved(self) -> Any:
         return self._roll_out.saved()

@@ -145,6 +145,12 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
+def _moved(held: torch.Tensor, capacity: int) -> torch.Tensor:
+    room = held.new_empty(held.shape[0], capacity, held.shape[2])
+    room[:, : held.shape[1]] = held
+    return room
+
+
 class GrowingText:
     """A single sequence in growing buffers; rolled positions follow the `length` ones read, until more are read."""
 
@@ -162,17 +168,15 @@ class GrowingText:
         self._spare, self._mask_rows, self.length = spare, mask_rows, 0
 
     def extend(self, count: int, ahead: int) -> None:
-        """Makes room for reading `count` positions and rolling `ahead` steps."""
+        """Makes room for reading `count` positions and rolling `ahead` steps; forgets what no window shows any more."""
         needed = self.length + count + ahead
         if self.keys[0].shape[1] < needed:
-            capacity = needed + self._spare + self.length // 4
-            self.keys, self.values = ([self._moved(old, capacity) for old in side] for side in (self.keys, self.values))
+            first = 0 if self.window is None else max(self.length - 2 * self.window, 0)  # as many may be dropped again
+            held = slice(first, self.length)
+            capacity = needed - first + self._spare + (self.length - first) // 4
+            self.keys, self.values = ([_moved(old[:, held], capacity) for old in s] for s in (self.keys, self.values))
+            self.length -= first
         self.length += count
-
-    def _moved(self, old: torch.Tensor, capacity: int) -> torch.Tensor:
-        room = old.new_empty(old.shape[0], capacity, old.shape[2])
-        room[:, : self.length] = old[:, : self.length]
-        return room
 
     def reading(self) -> Attend:
         return partial(self._attend, self.length)
