@@ -3,14 +3,14 @@
     python benchmarks/schedules.py --count 200
     python benchmarks/schedules.py --count 200 --target HuggingFaceTB/SmolLM2-135M-Instruct --longest 24
 
-A schedule has 12 requests with options of their own (sampling and its warpers, penalties, forbidden words and n-grams,
+A schedule has 12 requests, each with its options (sampling and its warpers, penalties, forbidden words and n-grams,
 least lengths, ends, stop strings, scores, processors and criteria that keep a state, streamers), sent and cancelled at
 random between rounds, and sizes of batch, parts of prompts, cache and prefix cache. Its number and the seed decide all
 of it. Without `--target` it has tiny random targets, and drafters of four kinds in turn, a copy of the target among
 them; with one, the target's drafter, for which drafts cost nothing in every other schedule.
 
 A text that differs is a tie where the target's two best scores differ by less than 0.0001 of their size at the first
-different token. It exits with 1 if a text is wrong. `--begin` goes on where an earlier run was ended.
+different token. It exits with 1 if a text is wrong. `--begin` continues an earlier run.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _requests(rng: random.Random, vocabulary: int, tokenizer: Any, longest: int)
 
 
 def _arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with objects of their own: those that keep a state serve one text."""
+    """Arguments with fresh objects: one that keeps a state serves a single text."""
     import torch
     from transformers import LogitsProcessor, StoppingCriteria
     from transformers.generation.streamers import BaseStreamer

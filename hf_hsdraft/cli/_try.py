@@ -31,6 +31,8 @@ DRAFTED, _OWN, _LATER = "green", "default", "dim"
 _WARM_UP = 24  # tokens
 _FIRST_CALLS = 3  # drafted calls at most before the timed ones, on CPUs until weights are packed
 _WIDTH = 110  # columns of a picture
+_WORSE, _SPREAD, _DOUBT = 0.95, 3.0, 1.5  # speed-up of a loss; factors between prompts, and to the costs of rounds
+_TINY = 0.005  # seconds of a forward, below which Python counts
 DEFINITIONS = (
     "tau: tokens emitted per target forward, bonus included (plain: 1). plain: generate() without a drafter, same "
     "settings and process. tokens/s: new tokens over the seconds of one call. same text: whether both texts are equal."
@@ -128,6 +130,21 @@ class Trial:
     def gains(self) -> list[float]:
         return [each.gain for each in self.tried]
 
+    @property
+    def verdict(self) -> str:
+        """A sentence where drafting does not pay here, or where that cannot be told; else empty."""
+        totals, plain = self.totals, sum(each.plain.seconds for each in self.tried)
+        known = totals.prefill_seconds + (totals.plain_seconds or 0.0) * (totals.new_tokens - totals.calls)
+        # Packed or compiled layers, a GPU's graphs and a tiny target's Python make plain decoding slower.
+        slower = totals.packed_weights or totals.compiled_layers or totals.processor_share is None
+        slower = slower or (totals.plain_seconds or 0.0) < _TINY
+        wrong = bool(totals.plain_seconds) and (known > _DOUBT * plain or (plain > _DOUBT * known and not slower))
+        fair = [each.gain * each.drafted.forwards / each.drafted.tokens for each in self.tried]  # whatever was accepted
+        if wrong or max(fair) > _SPREAD * min(fair):
+            return "The timings are unreliable: the machine was busy."
+        slow = statistics.median(self.gains) < _WORSE
+        return "Drafting is slower than plain decoding here: do not use it on this machine." if slow else ""
+
     def document(self) -> dict[str, Any]:
         """All of it, as JSON."""
         sides = [
@@ -145,6 +162,7 @@ class Trial:
             for each in self.tried
         ]
         found = vars(self) | {"tried": sides, "tau": self.totals.tau, "explanation": self.totals.explain()}
+        found["verdict"] = self.verdict
         return found | {"speed_up": statistics.median(self.gains), "spread": [min(self.gains), max(self.gains)]}
 
     def picture(self, command: str) -> str:
@@ -229,7 +247,9 @@ def report(trial: Trial, out: Console) -> None:
     if statistics.median(trial.gains) > totals.tau:
         out.print(f"{'':12}more than tau: {_why_more(trial)}", markup=False, highlight=False, soft_wrap=True)
     out.print(f"\n{totals.explain()}\n", markup=False, highlight=False)
-    for line in trial.code:
+    if verdict := trial.verdict:
+        out.print(f"{verdict}\n", markup=False, highlight=False, soft_wrap=True)
+    for line in () if "do not use" in verdict else trial.code:
         out.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
     out.print()
     out.print(Text(DEFINITIONS, style="dim"))

@@ -282,7 +282,7 @@ def find(
     if note:
         say(note)
     if not any(each.trained and not each.problem for each in found):
-        say(f"nothing was trained for it; this trains a drafter: {train_command(target or '')}")
+        say(f"nothing was trained for it; this trains a drafter: {train_command(target or '', info.tokenizer)}")
 
 
 def _print(found: list[Found]) -> None:

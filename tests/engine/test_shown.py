@@ -93,13 +93,26 @@ def test_statistics_explain_what_limits_a_call_by_its_costs(found, limit):
     assert DraftStatistics.sum([two, found]) == DraftStatistics.sum([found] * 3), "whatever the order of sums"
 
 
+def test_acceptance_is_explained_by_the_rounds_that_drafted():
+    found = DraftStatistics(accepted_lengths=[1, 1, 0] + [0] * 74, drafted_nodes=[2] * 3 + [0] * 74)
+    assert "Acceptance limits it: 67% of the rounds with a draft" in found.explain() and "trained on" in found.explain()
+    assert found.explain().endswith("3 of 77 rounds drafted."), "no costs were measured"
+    found.drafter = CachebackDrafter.__name__
+    assert "trained on" not in found.explain()
+
+
 def test_statistics_explain_what_else_happened(target, prompt):
     found = drafted(1)
     found.drafted_nodes[:3], found.reason, found.compiling, found.processor_share = [0] * 3, "no masks", True, 0.3
-    for part in ("7 of 10 rounds drafted", "chains, not trees: no masks", "still being compiled", "only 30% of the"):
+    for part in ("7 of 10 rounds drafted; in the others no draft would have paid", "chains, not trees: no masks",
+                 "still being compiled", "only 30% of the"):  # fmt: skip
         assert part in found.explain()
     assert DraftStatistics().explain().startswith("No drafts: ")
     assert "would not have paid" in DraftStatistics(accepted_lengths=[0], drafted_nodes=[0]).explain()
+    none = {"accepted_lengths": [0], "drafted_nodes": [0], "reason": "no masks"}
+    said = DraftStatistics(**none, plain_seconds=1.0).explain()
+    assert said.startswith("No drafts: by the measured costs they would not have paid. ") and "chains, not" in said
+    assert DraftStatistics(**none).explain() == "No drafts: no masks."
     with attach(target, make_lm(target)) as attachment:
         attachment.drafter.generation_config.update(tree_sizing="cost", node_cost=None, depth_cost=None)
         target.generate(prompt, max_new_tokens=4, do_sample=False, num_beams=2)

@@ -188,7 +188,8 @@ def test_what_drafts_for_six_targets_the_best_first(world):
     for output, name in ((large, "org/large"), (nothing, "org/nothing")):
         last = output.splitlines()[-1]
         assert last == (
-            f"nothing was trained for it; this trains a drafter: hsdraft train --target {name} --out my-drafter"
+            f"nothing was trained for it; this trains a drafter: hsdraft train --target {name} --chat-template FILE "
+            "--out my-drafter"
         )
     assert not any("hsdraft train" in output for output in (named, published, mtp, local))
 
@@ -280,7 +281,7 @@ answer([chosen, logged])
         "nothing that was trained for org/nothing is at hand",
         "drafting with user/ours (HSDrafter)",
     ]
-    assert "`hsdraft train --target org/nothing --out my-drafter` trains a drafter" in logged[2]
+    assert "`hsdraft train --target org/nothing --chat-template FILE --out my-drafter` trains a drafter" in logged[2]
     assert len(world.hub.requests) == asked
 
 

@@ -127,7 +127,7 @@ def test_a_user_is_told_of_the_file_and_not_of_its_copy(tmp_path, monkeypatch):
     model, tokenizer = load_target(str(path), torch.float32)
     AutoDrafter.for_target(model, tokenizer, local_files_only=True)
     assert "trained for model.gguf is at hand" in logged[-1]
-    assert f"`hsdraft train --target {path} --out my-drafter` trains a drafter" in logged[-1]
+    assert f"`hsdraft train --target {path} --chat-template FILE --out my-drafter` trains a drafter" in logged[-1]
 
 
 def test_what_drafting_takes_is_estimated_for_a_file(tmp_path):

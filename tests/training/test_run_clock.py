@@ -86,10 +86,14 @@ def test_an_untrained_drafter_is_called_so_and_the_same_command_goes_on(chatty, 
     assert "untrained" in what_is_needed(out, True) and "the machine made 8 steps in its time" in what_is_needed(
         out, True
     )
-    assert "same command goes on" in what_is_needed(out, True)
+    assert "same command trains on" in what_is_needed(out, True)
     assert quick({"out": str(out)}, {})[1]["max_minutes"] == pytest.approx(9.5)
     assert quick({"out": str(out)}, {"max_minutes": 6.0})[1]["max_minutes"] == 6.0
     finish(out, 1, {"max_steps": 1.0}, True)
     assert "it was trained for 1 step, " in what_is_needed(out, False) and "wider limit" in what_is_needed(out, False)
+    finish(out, 636, limits, True, {"chats": 19, "answers": 227})
+    assert "only 227 answer tokens from 19 chats" in (said := what_is_needed(out, True)) and "636" not in said
+    finish(out, 636, limits, True, {"chats": 300, "answers": 24_000})
+    assert "hundreds" not in what_is_needed(out, True)
     finish(out, 800, limits, untrained([{"eval_accuracy_1": 0.02}, {"eval_accuracy_1": 0.5}, {"loss": 1.0}], 800))
     assert not what_is_needed(out, True) and quick({"out": str(out)}, {})[1]["max_minutes"] == 4.75

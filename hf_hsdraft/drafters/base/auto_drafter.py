@@ -92,10 +92,11 @@ def _rank(found: Found) -> tuple[bool, bool, bool, Evidence, int]:
     return bool(found.problem), not found.trained, not found.here, found.evidence, smallest
 
 
-def train_command(place: str) -> str:
+def train_command(place: str, tokenizer: Any) -> str:
     """Returns the command that trains a drafter for the target at a place; empty for the default target."""
     target = f"--target {shlex.quote(place)} " if place else ""
-    return f"hsdraft train {target}--out my-drafter"
+    template = "" if tokenizer is None or getattr(tokenizer, "chat_template", None) else "--chat-template FILE "
+    return f"hsdraft train {target}{template}--out my-drafter"
 
 
 # In the cache
@@ -304,9 +305,10 @@ class AutoDrafter:
             return each, drafter
         file = file_of(model)
         named = printable(target.name if file is None else file.name) or type(model).__name__
+        command = train_command(str(file or target.place) or "path/or/name", target.tokenizer)
         logger.warning(
             f"nothing that was trained for {named} is at hand{f' ({note})' if note else ''}: drafting with n-grams; "
-            f"`{train_command(str(file or target.place) or 'path/or/name')}` trains a drafter"
+            f"`{command}` trains a drafter"
         )
         return ngrams, ngrams.made(model)
 

@@ -29,6 +29,8 @@ from .progress import Reporter
 from .run_folder import ended_untrained
 from .trainer import DrafterTrainer
 
+_MANY, _ENOUGH = 10_000, 300  # answer tokens and steps, fewer of which explain that a drafter is untrained
+
 
 def save(
     trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily, data: dict[str, Any], report: Reporter
@@ -106,10 +108,16 @@ def what_is_needed(out: Path, goes_on: bool) -> str:
     if not (ended := ended_untrained(out)):
         return ""
     steps, timed = ended["steps"], any("minutes" in name for name in ended.get("limits", {}))
+    told = "this drafter is untrained and will not speed anything up"
+    answers = ended.get("amount", {}).get("answers", _MANY)
+    if answers < _MANY:
+        had = f"only {answers:,} answer tokens from {ended['amount']['chats']:,} chats; a useful run has some 25,000"
+        return f"{told}: it had {had}. Add --max-minutes 60, or give a new run prompts (--prompts FILE)"
     count = f"{steps} step{'s' * (steps != 1)}"
     made = f"the machine made {count} in its time" if timed else f"it was trained for {count}"
-    how = "the same command goes on for as long again" if goes_on else "the same command with a wider limit goes on"
-    return f"this drafter is untrained and will not speed anything up: {made}, it needs some hundreds; {how}"
+    made += ", it needs some hundreds" if steps < _ENOUGH else ", these were not enough"
+    how = "the same command trains on for as long again" if goes_on else "the same command with a wider limit trains on"
+    return f"{told}: {made}; {how}"
 
 
 def result_of(out: Path) -> str:

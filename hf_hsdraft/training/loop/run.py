@@ -310,7 +310,8 @@ class _Run:
             spent = f"{minutes:.1f} minutes from the first step of this run to the saved drafter"
             report(f"{spent}, peak memory {peak:.1f} GB")
             steps = trainer.state.global_step
-            folder.finish(out, steps, folder.limits_of(self.args), untrained(trainer.state.log_history, steps))
+            vain = untrained(trainer.state.log_history, steps)
+            folder.finish(out, steps, folder.limits_of(self.args), vain, amount)
         state.wait_for_everyone()
 
     def _answered(self, conversations: Sequence[Conversation], amount: Counter[str]) -> list[TokenizedConversation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,11 @@ def check_no_other_run(out: Path) -> None:
             pass
 
 
-def finish(out: Path, steps: int, limits: dict[str, float], untrained: bool = False) -> None:
-    """Records that a run's drafter is saved, after how many steps, by which limits training ended, and if in vain."""
-    write_json(out / _FINISHED, {"steps": steps, "limits": limits, "untrained": untrained})
+def finish(
+    out: Path, steps: int, limits: dict[str, float], untrained: bool = False, amount: Mapping[str, int] | None = None
+) -> None:
+    """Records that a run's drafter is saved, after how many steps, what ended training, if in vain, and its texts."""
+    write_json(out / _FINISHED, {"steps": steps, "limits": limits, "untrained": untrained, "amount": amount or {}})
 
 
 def _ended(out: Path) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def _ended(out: Path) -> dict[str, Any]:
 
 
 def ended_untrained(out: Path) -> dict[str, Any]:
-    """The steps and limits of a run that ended with an untrained drafter; empty for any other."""
+    """The steps, limits and texts of a run that ended with an untrained drafter; empty for any other."""
     found = _ended(out)
     return found if found.get("untrained") else {}
 

@@ -76,7 +76,7 @@ def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the target's tokenizer has no chat template, so chats cannot be rendered as the target reads them: "
-            "pass one (--chat-template FILE; docs/training.md has an example)"
+            "pass one (--chat-template FILE; docs/performance.md has an example under Gemma 3 270M)"
         )
     chat = Conversation.of([{"role": "user", "content": "Count from one to ten."}, _COUNTED])
     ids = tokenize_conversation(tokenizer, chat, 256).input_ids
