@@ -124,8 +124,6 @@ class DraftLimits:
         if found is None:
             self.untried = not pays
             self._draft_nothing(self._why_nothing(pays))
-            if self.untried:  # decoder layers of a cache with room run in one call
-                runtime.make_room(1)
             return
         refused = self._why_refused(found)
         if refused is not None:

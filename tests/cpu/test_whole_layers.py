@@ -67,17 +67,6 @@ def test_texts_and_states_are_plain_decodings(runs, kind, rows):
         torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_calls_that_are_too_short_to_try_a_target_run_them_too(runs, rows, tuned):
-    tuned(trial_numbers=0, trial_room=1000)
-    target = KINDS["llama"]()
-    drafter = asking(target)
-    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
-    output = target.generate(IDS[:rows], assistant_model=drafter, return_dict_in_generate=True, **GREEDY)
-    assert "in so short a call" in output.statistics.reason and 3 in runs
-    assert torch.equal(output.sequences, target.generate(IDS[:rows], **GREEDY))
-
-
 def test_later_calls_begin_with_the_costs_of_whole_layers(runs, monkeypatch):
     """The first round must not be planned by the costs of other forwards."""
     target, kinds, kind = KINDS["llama"](), [], LocalTarget.kind
