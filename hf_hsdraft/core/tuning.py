@@ -199,9 +199,9 @@ class Tuning:
     # Number of tokens that a call may emit for which a trial pays, also where weights are packed and layers compiled;
     # how many times the first number calls may have emitted until a shorter one tries; and numbers of a target whose
     # trial takes no time
-    # - measured: a trial takes as long as 15 plain rounds (SmolLM2-135M, bfloat16), and drafting saves a quarter of a
-    # round a token, packed 0.4, compiled two thirds.
-    trial_room: int = 64
+    # - measured: a trial takes as long as 15 to 22 plain rounds (SmolLM2-135M, bfloat16), and drafting saves a quarter
+    # of a round a token, packed 0.4, compiled two thirds.
+    trial_room: int = 60
     trial_room_packed: int = 40
     trial_room_compiled: int = 24
     trial_patience: float = 3.0

@@ -1,7 +1,8 @@
 """Compilers in the background: one at a time, which gets what no other process wants, within bounds of memory and time.
 
 Where the threads of this process may take all processors, it rests while these are busy, but for a twentieth of the
-time, as it does at any time where a container's quota leaves it no processor.
+time at first and a quarter after four minutes. Where a container's quota leaves it no processor, it always runs for a
+twentieth.
 
 A compiler is a process in a session of its own. So it outlives an interrupt of the process that started it, and the
 next one finds what it has made.

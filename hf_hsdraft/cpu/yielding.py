@@ -1,9 +1,9 @@
 """Becomes a command that takes nothing from others: `python yielding.py BYTES SECONDS HOW COMMAND...`.
 
 The command runs where nothing else does, may use so many bytes of data, and ends first where memory runs out. HOW is
-`always`; `idle`, which stops it while all processors are busy, but for a small part of the time; or `seldom`, which
-stops it for most of the time. The last two kill it after so many seconds. All that the command starts inherits this, so
-it is set before, by a script that imports nothing of the package.
+`always`; `idle`, which stops it while all processors are busy, but for a small part of the time that grows; or
+`seldom`, which stops it for most of the time. The last two kill it after so many seconds. All that the command starts
+inherits this, so it is set before, by a script that imports nothing of the package.
 """
 
 import contextlib
@@ -14,6 +14,8 @@ import sys
 import time
 
 RUNS, RESTS = 0.05, 0.95  # seconds, where processors are busy
+# Seconds that it runs for in the end: what it makes pays the more, the longer processors stay busy.
+MOST_RUNS, GROWS_FOR = 0.25, 240.0
 RUNS_IDLE, LOOKS = 0.25, 0.05  # seconds for which it runs on an idle processor, and looks for one
 IDLE = 0.5  # part of a processor that has to be idle
 
@@ -32,24 +34,29 @@ def yield_to_others(most_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
 
 
-def idle_seconds() -> float:
-    """Seconds for which the processors of this process had nothing to do, since the system began."""
+def processor_seconds() -> tuple[float, float]:
+    """Seconds since the system began for which the processors of this process were idle, and all their seconds."""
     own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     with open("/proc/stat", encoding="ascii") as file:
         fields = [line.split() for line in file if line.startswith("cpu")]
-    ticks = sum(int(idle) + int(waiting) for name, _, _, _, idle, waiting, *_ in fields if name in own)
-    return ticks / os.sysconf("SC_CLK_TCK")
+    ticks = [list(map(int, counted)) for name, *counted in fields if name in own]
+    each = os.sysconf("SC_CLK_TCK")
+    return sum(idle + waiting for _, _, _, idle, waiting, *_ in ticks) / each, sum(map(sum, ticks)) / each
 
 
 def is_idle() -> bool:
-    """Whether a processor is idle now."""
-    begin, before = time.monotonic(), idle_seconds()
-    time.sleep(LOOKS)
-    return idle_seconds() - before > IDLE * (time.monotonic() - begin)
+    """Whether a processor is idle now, also where the system does not tell."""
+    try:
+        begin, (idle, every) = time.monotonic(), processor_seconds()
+        time.sleep(LOOKS)
+        later, all_later = processor_seconds()
+    except (OSError, ValueError):
+        return True
+    return all_later == every or later - idle > IDLE * (time.monotonic() - begin)
 
 
 def run_with_rests(command: list[str], seconds: float, looks: bool) -> int:
-    end = time.monotonic() + seconds
+    begin = time.monotonic()
     process = subprocess.Popen(command, close_fds=False, preexec_fn=os.setpgrp)
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
     runs = RUNS
@@ -57,7 +64,9 @@ def run_with_rests(command: list[str], seconds: float, looks: bool) -> int:
         time.sleep(runs)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGSTOP)
-            stopped, runs = time.monotonic(), RUNS
+            stopped = time.monotonic()
+            grown = min((stopped - begin) / GROWS_FOR, 1.0) if looks else 0.0
+            runs = RUNS + grown * (MOST_RUNS - RUNS)
             while time.monotonic() < stopped + RESTS:
                 if not looks:
                     time.sleep(RESTS)
@@ -65,7 +74,7 @@ def run_with_rests(command: list[str], seconds: float, looks: bool) -> int:
                     runs = RUNS_IDLE
                     break
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGCONT if time.monotonic() < end else signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGCONT if time.monotonic() < begin + seconds else signal.SIGKILL)
     return process.returncode
 
 

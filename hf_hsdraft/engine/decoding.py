@@ -282,7 +282,7 @@ def _run_rounds(
     if memory is not None and call.rows == 1:
         drafting.session.resume(memory, runtime.cached_before)
     room = max(map(texts.room, range(call.rows)))
-    if limits.options.depth or limits.untried:
+    if limits.options.depth:
         runtime.acceleration.begin(call.options.packed_weights, room, call.options.compiled_layers)
     target.set_pace(drafting)
     keeper.report_to(drafting, runtime.acceleration, lambda: target.set_pace(drafting))

@@ -82,7 +82,6 @@ class DraftLimits:
         reason: why it is not what was asked for; empty if it is.
         known_until: text length up to which the target's ability is known.
         deepest: depth of drafts up to which it is known.
-        untried: whether nothing is drafted as the call is too short to win back a trial.
         ends: for each text, the furthest position to which a draft may reach, as of `look_ahead`.
         alike_until: first cache slot beyond those that the target reads alike, as of `look_ahead`.
     """
@@ -99,7 +98,7 @@ class DraftLimits:
         self.options, self.kind, self.reason = call.options, "tree", ""
         self._refused, self._untriable, self._size = refused, untriable, draft_size(call.options, call.rows)
         self._wanted = call.options
-        self.known_until, self.deepest, self.untried = 0, sys.maxsize, False
+        self.known_until, self.deepest = 0, sys.maxsize
         self.look_ahead()
 
     def find(self) -> None:
@@ -122,7 +121,6 @@ class DraftLimits:
         pays = alike or _wins_back(runtime.target, room, runtime.acceleration.trial_room)
         found = self._found(rows, pays or self._synced_gpus, self._in_any_process, chains=bool(in_step))
         if found is None:
-            self.untried = not pays
             self._draft_nothing(self._why_nothing(pays))
             return
         refused = self._why_refused(found)
@@ -169,7 +167,7 @@ class DraftLimits:
 
     def _draft_nothing(self, reason: str) -> None:
         """From here on the texts grow as in plain decoding."""
-        self._runtime.trees, self._runtime.acceleration.off = False, not self.untried
+        self._runtime.trees, self._runtime.acceleration.off = False, True
         self.options, self.kind, self.reason = replace(self.options, depth=0), "chain", reason
 
     def _refuse(self, refused: DraftingRefused) -> None:

@@ -265,8 +265,7 @@ def find_out(
     at = max([length, *(runtime.rows.next_positions or ())])  # the caller's positions may be ahead of the text
     named = known_until(target, at, doubling=False) - at
     depth = min(max(size.depth, size.chain, LEAST_DEPTH), reach, runtime.deepest, max(named, LEAST_DEPTH))
-    width = max(size.tokens, depth + LEAST_WIDTH - LEAST_DEPTH)
-    width = 1 << (width - 1).bit_length()  # a power of two, so that most calls share trials
+    width = 1 << (size.tokens + depth - 1).bit_length()  # a power of two, so that most calls share trials
     width = min(width, min(runtime.slots.left, slots_read_alike(target, runtime.length)) - KEPT)
     if not chains:
         depth = min(depth, width - LEAST_WIDTH + LEAST_DEPTH)

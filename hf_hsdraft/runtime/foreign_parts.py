@@ -24,8 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 LIBRARIES = frozenset((
     "transformers", "torch", "peft", "accelerate", "trl", "deepspeed", "bitsandbytes", "liger_kernel", "torchao", "hqq",
     "optimum", "gptqmodel", "awq", "compressed_tensors", "flash_attn", "causal_conv1d", "mamba_ssm", "fla", "einops",
-    "aqlm", "auto_round", "eetq", "fbgemm_gpu", "fp_quant", "kernels", "quark", "spqr_quant", "vptq",
-    "safetensors", "tokenizers", "huggingface_hub", "numpy", __name__.partition(".")[0],
+    "aqlm", "auto_round", "eetq", "fbgemm_gpu", "fouroversix", "fp_quant", "kernels", "quark", "sinq", "spqr_quant",
+    "vptq", "safetensors", "tokenizers", "huggingface_hub", "numpy", __name__.partition(".")[0],
 ))  # fmt: skip
 # What modelling modules import of Python itself. Not all of it: `unittest` makes functions that do anything.
 _KNOWN = LIBRARIES | frozenset((
@@ -135,9 +135,11 @@ def why_untriable(target: nn.Module, columns: int) -> str:
                 return why
             if kind not in kinds:
                 kinds[kind] = any(_code_of_user(kind))
-            if kinds[kind] or any(type(each) in _ROUTINES and is_foreign(each) for each in own.values()):
-                reason = f"{name} ({kind.__name__}) is not transformers' own, and may follow from the text's length"
-                return f"{reason} or the number of forwards; mark its forward with hf_hsdraft.harmless() if it does not"
+            held = [key for key, each in own.items() if type(each) in _ROUTINES and is_foreign(each)]
+            if kinds[kind] or held:
+                reason = f"{name} ({kind.__name__}) is not transformers' own, and may depend on the text's length"
+                marked = f"its {held[0]}" if held else "its forward"
+                return f"{reason} or the number of forwards; mark {marked} with hf_hsdraft.harmless() if it does not"
             config = own.get("config")
             configs[id(config)] = config
             if (kind, id(config)) not in limited:

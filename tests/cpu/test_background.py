@@ -1,5 +1,6 @@
 """Compilers in the background: one at a time for all processes, beside which nothing else notices them."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -135,11 +136,23 @@ def test_it_rests_while_processors_are_busy(monkeypatch, tmp_path, idle):
     assert yielding.run_with_rests([sys.executable, "-c", script], 60.0, looks=True) == (not idle)
 
 
-def test_idle_processors_are_told_from_busy_ones():
-    before = yielding.idle_seconds()
-    time.sleep(0.2)
-    gone = yielding.idle_seconds() - before
-    assert 0.0 <= gone <= 0.5 * len(os.sched_getaffinity(0))
+@pytest.mark.parametrize(
+    ("idle", "busy", "expected"), [(1, 4, False), (9, 1, True), (0, 0, True)], ids=["busy", "idle", "not counted"]
+)
+def test_idle_processors_are_told_from_busy_ones(monkeypatch, tmp_path, idle, busy, expected):
+    """By the ticks of this process's processors, of which another one's are no part."""
+    stat, looks = tmp_path / "stat", itertools.count()
+
+    def read(*_, **__):
+        seen = next(looks)
+        stat.write_text(f"cpu 0 0 0 0 0\ncpu0 {busy * seen} 0 0 {idle * seen} 0 0\ncpu1 0 0 0 {100 * seen} 0 0\n")
+        return stat.open()
+
+    monkeypatch.setattr(yielding, "open", read, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert yielding.is_idle() == expected
+    monkeypatch.setattr(yielding, "open", lambda *_, **__: (tmp_path / "missing").open(), raising=False)
+    assert yielding.is_idle(), "where nothing tells, it runs"
 
 
 @pytest.mark.parametrize("tight", [True, False])

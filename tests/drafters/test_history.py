@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
 import random
 import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -454,9 +457,75 @@ def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokeniz
     assert erase_history(in_memory) == 1 and list_history(in_memory)[0].texts == 0
     with pytest.raises(NotADirectoryError, match="is no folder"):
         list_history(tmp_path / "nowhere")
-    (folder / f"other{SUFFIX}").write_text("something else")
-    with pytest.raises(ValueError, match="is no history"):
-        list_history(folder)
+
+
+@pytest.mark.parametrize("content", [b"hsdraft-history1", "another program's"])
+def test_files_that_are_no_histories_are_named_and_left(tmp_path, caplog, content):
+    history, other = History(100, tmp_path / f"mine-0{SUFFIX}"), tmp_path / f"other-0{SUFFIX}"
+    history.enter([([1, 2], [3])])
+    if isinstance(content, bytes):
+        other.write_bytes(content)
+    else:
+        with contextlib.closing(sqlite3.connect(other)) as base, base:
+            base.execute("CREATE TABLE texts (number INTEGER PRIMARY KEY)")
+    before = other.read_bytes()
+    with caplog.at_level(logging.WARNING):
+        [held] = list_history(tmp_path)
+    assert held.texts == 1 and str(other) in caplog.text and "earlier version" in caplog.text
+    assert other.read_bytes() == before
+    with pytest.raises(OSError, match="unable to open"):
+        read_all(tmp_path / f"missing-0{SUFFIX}")
+    assert sorted(tmp_path.iterdir()) == [tmp_path / f"mine-0{SUFFIX}", other]
+
+
+def test_a_file_damaged_in_its_middle_is_replaced(target, prompt, tmp_path, caplog):
+    drafter = with_history(target, tmp_path)
+    history = history_of(drafter, target, str(tmp_path))
+    history.enter([([seed], text_of(seed, 400, VOCAB)) for seed in range(30)])
+    [path] = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    middle = slice(len(content) // 2, len(content) // 2 + 3000)
+    content[middle] = bytes(each ^ 0xFF for each in content[middle])
+    path.write_bytes(content)
+    another = copy.copy(drafter)
+    histories._of_files.clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):  # in this process, which knew the file, and as in a new one
+            as_plain(target, another, prompt, max_new_tokens=9)
+            another = with_history(target, tmp_path)
+    assert "is replaced" in caplog.text and len(read_all(path)) == 1
+
+
+def test_calls_draft_from_what_is_known_while_another_process_writes(target, prompt, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(histories, "_PATIENCE", {True: 0.1, False: 0.1})
+    drafter = with_history(target, tmp_path)
+    as_plain(target, drafter, prompt, max_new_tokens=9)
+    [path] = tmp_path.iterdir()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as base:
+        for held in ("IMMEDIATE", "EXCLUSIVE"):
+            base.execute(f"BEGIN {held}")
+            output = as_plain(target, drafter, prompt, max_new_tokens=9)
+            base.execute("ROLLBACK")
+    assert output.statistics.tau > 2 and len(read_all(path)) == 1
+
+
+def test_a_text_whose_writing_fails_is_written_later(tmp_path, monkeypatch):
+    history, path = History(100, tmp_path / f"m-0{SUFFIX}"), tmp_path / f"m-0{SUFFIX}"
+    history.enter([([1, 2, 3], [4, 5])])
+
+    @contextlib.contextmanager
+    def full(*given):
+        with opened(*given) as base:
+            yield base
+            raise OSError("no space")
+
+    opened = histories._opened
+    with monkeypatch.context() as patched:
+        patched.setattr(histories, "_opened", full)
+        with pytest.raises(OSError, match="no space"):
+            history.enter([([7, 8, 9], [10, 11])])
+    history.enter([([7, 8, 9], [10, 11])])
+    assert tokens_of(read_all(path)) == [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11]]
 
 
 def test_a_call_can_leave_the_history_out(target, prompt):
@@ -468,7 +537,8 @@ def test_a_call_can_leave_the_history_out(target, prompt):
 
 
 def test_erasing_removes_damaged_files(tmp_path):
-    (tmp_path / f"model-0{SUFFIX}").write_bytes(b"something else")
+    for name in (f"model-0{SUFFIX}", ".history-left", ".history.lock"):  # also what earlier versions have left
+        (tmp_path / name).write_bytes(b"something else")
     assert erase_history(tmp_path) == 0 and not list(tmp_path.iterdir())
 
 

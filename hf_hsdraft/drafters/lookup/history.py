@@ -1,8 +1,7 @@
 """Histories: the past texts of a target that all calls of a drafter draft from, in memory or in a folder.
 
-On disk each target has a database of SQLite, which several processes share. Each text has a number greater than those
-before it, by the time at which it was added. So a process reads what others have added since; where the first number is
-another one, texts were erased or have left, and it reads all of them again.
+On disk each target has an SQLite database, which several processes share. Texts are numbered by time. A process reads
+those added since its last call; if the first number has changed, texts were erased or dropped, and it reads all.
 """
 
 from __future__ import annotations
@@ -34,29 +33,39 @@ from .past_texts import Continuation, PastTexts, Record, Trust
 logger = logging.get_logger(__name__)
 
 SUFFIX = ".history"
-_PATIENCE = 20.0  # seconds that a process waits for others
-_SET_UP = (
-    "PRAGMA secure_delete = ON",  # overwrites texts that leave
-    "PRAGMA synchronous = OFF",  # what is lost with the power is written again by later calls
-    "BEGIN IMMEDIATE",
-    "CREATE TABLE IF NOT EXISTS texts (number INTEGER PRIMARY KEY, start BLOB, tokens BLOB)",
+_KIND = 0x68736874  # of an SQLite file that is a history
+_PATIENCE = {True: 20.0, False: 1.0}  # seconds that a writer waits for other processes, and a reader
+_UNKNOWN = -1
+_NEW = (
+    f"PRAGMA application_id = {_KIND}",
+    "CREATE TABLE texts (number INTEGER PRIMARY KEY, start BLOB, tokens BLOB)",
 )
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """A transaction, alone, on a file that is made if it is missing, and that only its owner can read.
+def _opened(path: Path, writes: bool, makes: bool = False) -> Iterator[sqlite3.Connection]:
+    """A transaction on a file that only its owner can read, and that it `makes` if it is missing or empty.
 
     Raises an OSError if it cannot be used now, and a ValueError if it is no history.
     """
     try:
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        with contextlib.closing(sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None)) as base, base:
-            if not path.stat().st_size:
+        if makes:
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            makes = not path.stat().st_size
+        place, writes = f"{path.absolute().as_uri()}?mode=rw", writes or makes
+        connected = sqlite3.connect(place, timeout=_PATIENCE[writes], isolation_level=None, uri=True)
+        with contextlib.closing(connected) as base, base:
+            base.execute("PRAGMA secure_delete = ON")  # overwrites texts that leave
+            base.execute("PRAGMA synchronous = OFF")  # a file that a loss of power has damaged is replaced
+            if makes:
                 base.execute("PRAGMA auto_vacuum = FULL")  # it shrinks when texts leave
-            for statement in _SET_UP:
-                base.execute(statement)
+            base.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            if makes and not base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                for statement in _NEW:
+                    base.execute(statement)
+            if base.execute("PRAGMA application_id").fetchone()[0] != _KIND:
+                raise sqlite3.DatabaseError("another program's")
             yield base
     except sqlite3.OperationalError as error:
         raise OSError(f"{path}: {error}") from error
@@ -74,14 +83,14 @@ def _records(base: sqlite3.Connection, after: int = 0) -> tuple[list[Record], in
 
 
 def read_all(path: Path) -> list[Record]:
-    """Returns the records of any history file; raises a ValueError if it is none."""
-    with _opened(path) as base:
+    """Returns the records of any history file; raises a ValueError if it is none, an OSError if it cannot be read."""
+    with _opened(path, writes=False) as base:
         return _records(base)[0]
 
 
 def _erase(path: Path) -> None:
     try:
-        with _opened(path) as base:
+        with _opened(path, writes=True) as base:
             base.execute("DELETE FROM texts")
     except ValueError:
         path.unlink()
@@ -97,7 +106,7 @@ class History:
     def __init__(self, vocab_size: int, path: Path | None = None, most_tokens: int = 0) -> None:
         self.vocab_size, self.trust = vocab_size, Trust()
         self._path, self._most = path, most_tokens or TUNING.history_tokens
-        self._first = self._last = 0  # numbers of the first and the last text of the file
+        self._first = self._last = _UNKNOWN  # numbers of the first and the last text of the file
         self._texts = PastTexts([], vocab_size, self._most)
         self._reading = new_lock()  # of the texts, for microseconds
         self._changing = new_rlock()  # of texts and file, taken before the other one
@@ -113,24 +122,43 @@ class History:
             return self._texts.find(tail, depth)
 
     @contextlib.contextmanager
-    def _up_to_date(self) -> Iterator[sqlite3.Connection | None]:
+    def _up_to_date(self, writes: bool) -> Iterator[sqlite3.Connection | None]:
         """Takes what other processes have written, and holds texts and file; raises as `_opened`."""
-        with self._changing, _opened(self._path) if self._path else contextlib.nullcontext() as base:
-            if base is not None:
-                first = base.execute("SELECT min(number) FROM texts").fetchone()[0] or 0
-                fresh, self._first = first != self._first, first
-                records, self._last = _records(base, 0 if fresh else self._last)
-                if fresh:
-                    self._replace(PastTexts(records, self.vocab_size, self._most))
-                for record in () if fresh else records:
-                    self._add(record)
-            yield base
+        with self._changing:
+            try:
+                with _opened(self._path, writes, True) if self._path else contextlib.nullcontext() as base:
+                    if base is not None:
+                        self._take(base)
+                    yield base
+            except BaseException:
+                self._first = self._last = _UNKNOWN  # what is in memory may not be in the file
+                raise
+
+    def _take(self, base: sqlite3.Connection) -> None:
+        first = base.execute("SELECT min(number) FROM texts").fetchone()[0] or 0
+        fresh = first != self._first
+        records, last = _records(base, 0 if fresh else self._last)
+        if fresh:
+            self._replace(PastTexts(records, self.vocab_size, self._most))
+        for record in () if fresh else records:
+            self._add(record)
+        self._first, self._last = first, last
 
     def refresh(self) -> None:
-        """Takes what other processes have written; raises an OSError if the file cannot be read."""
-        if self._path is not None:
-            with self._up_to_date():
-                pass
+        """Takes what other processes have written, if the file can be read now; a damaged one is replaced."""
+        if self._path is None:
+            return
+        try:
+            try:
+                with self._up_to_date(writes=False):
+                    pass
+            except ValueError as error:
+                logger.warning(f"{error}; it is replaced by an empty one")
+                self._path.unlink(missing_ok=True)
+                with self._up_to_date(writes=True):
+                    pass
+        except OSError as error:
+            logger.warning_once(f"what other processes have added to the history cannot be read now: {error}")
 
     def remember(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Adds the prompts and answers of a call that has ended. What cannot be written is a warning."""
@@ -142,7 +170,7 @@ class History:
     def enter(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Adds prompts and answers; raises an OSError if they cannot be written."""
         arrays = [(np.array(prompt, dtype=np.int32), np.array(answer, dtype=np.int32)) for prompt, answer in texts]
-        with self._up_to_date() as base:
+        with self._up_to_date(writes=True) as base:
             for prompt, answer in arrays:
                 prompt = prompt[max(len(prompt) + len(answer) - self._most // 2, 0) :]
                 with self._reading:
@@ -227,7 +255,7 @@ def _check_place(path: Path) -> None:
     """Makes a file and its folder, which only their owner can read; raises an OSError where nothing can be written."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(ValueError), _opened(path):
+        with contextlib.suppress(ValueError), _opened(path, writes=True, makes=True):
             return
         _erase(path)  # it is damaged, or of an earlier version
     except OSError as error:
@@ -275,13 +303,21 @@ class HistoryContents:
 
 
 def list_history(where: Drafter | str | os.PathLike[str]) -> list[HistoryContents]:
-    """Lists what a folder or a drafter's memory holds for each target; an error if there is none, or a damaged file."""
+    """Lists what a folder or a drafter's memory holds for each target; an error if there is no such folder.
+
+    Warns of files that are damaged, or of an earlier version.
+    """
     if isinstance(where, Drafter):
         kept = [(identity_of(target)[0], history) for target, history in _in_memory(where)]
         return [HistoryContents(name, *history.held) for name, history in kept]
     found = []
     for path in _files(where):
-        if records := read_all(path):
+        records = list[Record]()
+        try:
+            records = read_all(path)
+        except ValueError as error:
+            logger.warning(f"{error}. It is damaged, or of an earlier version, whose texts are not read any more.")
+        if records:
             tokens = sum(len(record.tokens) for record in records)
             found.append(HistoryContents(_target_in(path), len(records), tokens, path.stat().st_size, path))
     return found
@@ -290,7 +326,8 @@ def list_history(where: Drafter | str | os.PathLike[str]) -> list[HistoryContent
 def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> int:
     """Erases what a folder holds, or what the calls of a drafter have kept in memory; returns how many texts.
 
-    Processes that draft from a file drop its texts with their next call. Damaged files are removed, and not counted.
+    Processes that draft from a file drop its texts with their next call. Damaged files, and those of earlier versions,
+    are removed and not counted.
 
     Args:
         target: name of a target, as `list_history` gives it; default: all.
@@ -316,6 +353,8 @@ def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> 
                 texts += len(read_all(path))
             used_here = _of_files.get(str(path))
             used_here.erase() if used_here is not None else _erase(path)
+    for left in () if target else Path(where).expanduser().glob(".history*"):  # by writers of earlier versions
+        left.unlink(missing_ok=True)
     return texts
 
 
