@@ -159,8 +159,7 @@ def test_the_three_lines_of_the_readme_draft(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     [code] = [cell for cell in cells(README) if "attach(model)" in cell]
     names = {"model": make_target(), "inputs": encode_prompt(tokenizer, "w1 w2 w3 w1 w2 w3 w1 w2")}
-    names["model"].generation_config.max_new_tokens = 24
-    plain = names["model"].generate(**names["inputs"])
+    plain = names["model"].generate(**names["inputs"], max_new_tokens=256)
     exec(code, names)
     statistics = attached(names["model"]).statistics
     assert torch.equal(names["output"], plain) and statistics.calls == 1, statistics.stepped_aside
