@@ -196,15 +196,13 @@ class Tuning:
     of_noise: float = 6.0
     least_eps: float = 4.0
     least_eps_of_blocks: float = 16.0
-    # Number of tokens that a call may emit for which a trial pays, also where weights are packed and layers compiled;
-    # how many times the first number calls may have emitted until a shorter one tries; and numbers of a target whose
-    # trial takes no time
+    # Number of tokens that calls may emit for which a trial pays, also where weights are packed and layers compiled;
+    # and numbers of a target whose trial takes no time
     # - measured: a trial takes as long as 15 to 22 plain rounds (SmolLM2-135M, bfloat16), and drafting saves a quarter
-    # of a round a token, packed 0.4, compiled two thirds.
-    trial_room: int = 60
+    # to half of a round a token, packed 0.4, compiled two thirds.
+    trial_room: int = 48
     trial_room_packed: int = 40
     trial_room_compiled: int = 24
-    trial_patience: float = 3.0
     trial_numbers: int = 2**24
     # Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
     sure_length: int = 256

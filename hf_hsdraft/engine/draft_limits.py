@@ -248,7 +248,7 @@ def _wins_back(target: Any, room: int, least: int) -> bool:
     if room < least and sum(weight.numel() for weight in target.parameters()) >= TUNING.trial_numbers:
         known = experience_of(target)
         known.untried += room
-        return known.untried >= TUNING.trial_patience * TUNING.trial_room
+        return known.untried >= TUNING.trial_room
     return True
 
 

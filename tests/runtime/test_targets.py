@@ -465,7 +465,7 @@ def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, expected)
 
 
 def test_short_calls_of_a_large_target_draft_once_they_could_have_won_a_trial_back(tuned):
-    tuned(trial_numbers=0, trial_room=2 * NEW + 1, trial_patience=1.0)
+    tuned(trial_numbers=0, trial_room=2 * NEW + 1)
     target = make_target()
     drafter = make_drafter(target)
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
