@@ -58,7 +58,7 @@ def test_an_attached_drafter_changes_no_text(pair):
             yield target.generate(**inputs, **call, max_new_tokens=24).tolist()
 
     plain = list(texts())
-    with attach(target, DRAFTER) as attachment:
+    with attach(target, DRAFTER, tree_sizing="fixed") as attachment:  # by cost drafts depend on the machine
         assert list(texts()) == plain
     assert attachment.statistics.calls == len(calls) and attachment.statistics.tau > 1.3
     assert len(attachment.last.accepted_lengths) == attachment.last.rounds > 0
