@@ -13,7 +13,6 @@ from .tuning import TUNING
 
 _SMALL = 0.3  # part of a round beyond a plain forward, below which acceptance is the limit
 _FEW = 1.5  # tokens of a round, below which it is the limit in any case
-_UNTRAINED = "CachebackDrafter", "MtpDrafter", "NextnDrafter", "LayerSkipDrafter"  # nobody trains them for texts
 _ADDED = (
     "calls", "new_tokens", "target_forwards", "row_forwards", "relaxed_tokens", "prefill_seconds", "draft_seconds",
     "verify_seconds", "commit_seconds", "total_seconds",
@@ -219,8 +218,10 @@ class DraftStatistics:
         extra = verifying + drafting + rest - 1.0
         if self._emitted < _FEW or extra < _SMALL * (1.0 + extra):
             first = next(iter(self.accepted_by_depth), 0) / self.drafting_rounds
-            more = "" if self.drafter in _UNTRAINED else " A drafter trained on texts like these gets more."
-            return f"Acceptance limits it: {first:.0%} of the rounds with a draft accepted a drafted token.{more}"
+            return (
+                f"Acceptance limits it: {first:.0%} of the rounds with a draft accepted a drafted token. A drafter "
+                "trained on texts like these may get more."
+            )
         if verifying - 1.0 >= drafting:
             return "Verification limits it: on this device, in this dtype, forwards over several tokens cost more."
         return "Drafting limits it: a smaller drafter, or a smaller `num_assistant_tokens`, costs less."

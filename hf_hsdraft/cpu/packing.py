@@ -13,6 +13,7 @@ leaves it to the next one; where all calls are short, one packs in the end.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -59,7 +60,10 @@ class Packing:
         self.weights: PackedWeights | None = None
         self._settled = asked_for is False  # nothing changes in this call any more
         self._room = 0  # number of tokens that the call may still emit
-        self._has_blocks = target.device.type == "cpu" and file_of(target) is not None
+
+    @functools.cached_property
+    def _has_blocks(self) -> bool:
+        return self._target.device.type == "cpu" and file_of(self._target) is not None
 
     @property
     def may_pack(self) -> bool:

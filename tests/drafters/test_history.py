@@ -476,6 +476,8 @@ def test_files_that_are_no_histories_are_named_and_left(tmp_path, caplog, conten
     with pytest.raises(OSError, match="unable to open"):
         read_all(tmp_path / f"missing-0{SUFFIX}")
     assert sorted(tmp_path.iterdir()) == [tmp_path / f"mine-0{SUFFIX}", other]
+    assert erase_history(tmp_path) == 1
+    assert other.exists() == isinstance(content, str), "another program's database stays"
 
 
 def test_a_file_damaged_in_its_middle_is_replaced(target, prompt, tmp_path, caplog):

@@ -93,7 +93,10 @@ def _erase(path: Path) -> None:
         with _opened(path, writes=True) as base:
             base.execute("DELETE FROM texts")
     except ValueError:
-        path.unlink()
+        with path.open("rb") as file:
+            head = file.read(72)
+        if not head.startswith(b"SQLite format 3") or head[68:] == _KIND.to_bytes(4, "big"):  # not another program's
+            path.unlink()
 
 
 class History:
