@@ -256,7 +256,7 @@ def _together(target: Any, drafter: Any, load: Load, batch: int) -> float:
             if done.error is not None:
                 raise done.error
             load.ended(numbers[done.index])
-    counted = batching.statistics
+    counted = batching.tally.statistics
     return counted.new_tokens / max(counted.row_forwards, 1)
 
 

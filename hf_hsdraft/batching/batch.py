@@ -25,6 +25,7 @@ from ..runtime.target_runtime import TargetRuntime
 from ..runtime.tree_reading import TextRows
 from ..verify.verdict import Verdict, Verifier
 from .foresight import BatchForesight
+from .requests import Tally
 from .text import Text
 
 _ROOM = 10**6  # number of tokens that a batch without an end may emit
@@ -209,17 +210,16 @@ class Batch(LocalTarget):
 
 
 class BatchKeeper(Keeper):
-    """Records each round in the statistics of its texts, and of the batch, and reports it to the pace."""
+    """Records each round in the statistics of its texts, and in the tally, and reports it to the pace."""
 
-    def __init__(self, batch: Batch, total: DraftStatistics, device: torch.device) -> None:
+    def __init__(self, batch: Batch, tally: Tally, device: torch.device) -> None:
         super().__init__(DraftStatistics(), device, timed=False)
-        self._batch, self._total = batch, total
+        self._batch, self._tally = batch, tally
 
     def ended(self, done: Round) -> None:
         super().ended(done)
-        self._total.target_forwards += self.statistics.target_forwards
-        self._total.row_forwards += self.statistics.row_forwards
-        self._total.new_tokens += sum(len(each.tokens) for each in done.news)
+        self._tally.took(self.statistics)
+        pace = None if self._drafting is None else self._drafting.pace
         for nodes, each in zip(done.nodes, done.news, strict=True):
             own = self._batch.texts.at[each.row].statistics
             own.target_forwards += done.forwards
@@ -229,6 +229,8 @@ class BatchKeeper(Keeper):
             own.round_rows.append(0)
             own.relaxed_tokens += each.num_relaxed
             own.reason = own.reason or self._batch.reason
+            own.plain_seconds = None if pace is None else pace.plain_seconds
+            own.packed_weights, own.compiled_layers = self._acceleration.packed, self._acceleration.compiled_layers
         self.statistics = DraftStatistics()
 
 
@@ -251,10 +253,10 @@ class Running:
         places: int,
         history: Any,
         text: Text,
-        total: DraftStatistics,
+        tally: Tally,
         drafts: bool = True,
     ) -> Running:
-        """Begins a batch of `places` rows with its first text; `total` gets the sums over all rounds.
+        """Begins a batch of `places` rows with its first text; the `tally` gets all rounds.
 
         Without `drafts` that stays its only text, and grows as in plain decoding.
         """
@@ -276,7 +278,7 @@ class Running:
             batch.begin(drafting)
             acceleration.begin(options.packed_weights, _ROOM, options.compiled_layers)
             batch.set_pace(drafting)  # which depends on the acceleration
-            keeper = BatchKeeper(batch, total, device)
+            keeper = BatchKeeper(batch, tally, device)
             keeper.report_to(drafting, acceleration, lambda: batch.set_pace(drafting))
             unless_begun.pop_all()
         return cls(batch, runtime, drafting, keeper, call.stack)

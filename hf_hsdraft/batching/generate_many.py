@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from ..core.statistics import DraftStatistics
 from ..drafters.base.protocol import Drafter
-from ..generate.attachment import Attachment, attached
+from ..generate.attachment import attached
 from .requests import FinishedText
 from .scheduler import ContinuousBatching
 
@@ -55,25 +55,29 @@ def generate_many(
         ValueError: no drafter was given and none is attached, or a size is invalid.
     """
     attachment = attached(model) if assistant_model is None else None
-    drafter = assistant_model if attachment is None else attachment.drafter
+    drafter = assistant_model if attachment is None else attachment.follow(model)
     if drafter is None:
         raise ValueError("generate_many needs a drafter: give assistant_model, or attach one to the model")
-    batching = ContinuousBatching(model, drafter, max_batch_size, chunk_size, max_cache_tokens, prefix_cache_tokens)
-    return FinishedTexts(batching, iter(requests), kwargs, attachment)
+    sizes = max_batch_size, chunk_size, max_cache_tokens, prefix_cache_tokens
+    return FinishedTexts(ContinuousBatching(model, drafter, *sizes, attachment), iter(requests), kwargs)
 
 
 class FinishedTexts(Iterator[FinishedText]):
     """Texts of `generate_many`; with `async for`, rounds are decoded on another thread."""
 
-    def __init__(
-        self,
-        batching: ContinuousBatching,
-        requests: Iterator[Any],
-        common: Mapping[str, Any],
-        attachment: Attachment | None,
-    ) -> None:
-        self._batching, self._requests, self._common, self._attachment = batching, requests, common, attachment
-        self._more, self._since, self._done = True, time.perf_counter(), deque[FinishedText]()
+    def __init__(self, batching: ContinuousBatching, requests: Iterator[Any], common: Mapping[str, Any]) -> None:
+        self._batching, self._requests, self._common = batching, requests, common
+        self._more, self._done = True, deque[FinishedText]()
+
+    @property
+    def statistics(self) -> DraftStatistics:
+        """Sum over the texts that are done; a forward over several counts once."""
+        return self._batching.tally.statistics
+
+    @property
+    def alone(self) -> Mapping[str, int]:
+        """Number of requests decoded as calls of their own, by reason."""
+        return self._batching.alone
 
     def __next__(self) -> FinishedText:
         while not self._done:
@@ -115,11 +119,6 @@ class FinishedTexts(Iterator[FinishedText]):
             else:
                 batching.submit(arguments, arguments.pop(_SEED, None))
         self._done += batching.step()
-        for done in self._done:
-            if self._attachment is not None and done.statistics is not None:
-                now = time.perf_counter()
-                self._attachment.count(done.statistics, now - self._since)
-                self._since = now
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:

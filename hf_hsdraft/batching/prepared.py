@@ -69,12 +69,13 @@ class Prepared:
         longest = max(each.config.max_length for each in (self, *others))
         return most is None or not others or (len(others) + 1) * longest <= most  # else it is refused when it begins
 
-    def alone(self, statistics: DraftStatistics) -> Any:
+    def alone(self, statistics: DraftStatistics, refused: Callable[[DraftingRefused], Any]) -> Any:
         """Decodes it as a separate call, without drafts where they are refused; returns what `generate()` does.
 
-        `statistics` are filled in; they have no forwards where nothing could be drafted.
+        `statistics` are filled in; they have no forwards where drafts are refused at once, which an attachment counts.
+        Where they are refused after the prompt, `refused` is called.
         """
-        call = {**self.call, "statistics": statistics, "refused": lambda _: None}  # after the prompt: no drafts then
+        call = {**self.call, "statistics": statistics, "refused": refused}
         try:
             return speculative_decoding(self.target, self.drafter, self.input_ids, **call)
         except DraftingRefused:

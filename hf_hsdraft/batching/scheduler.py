@@ -8,6 +8,7 @@ own when it is its turn; the others wait for it.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 from ..core.refusals import DraftingRefused
-from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
@@ -24,11 +24,12 @@ from ..drafters.base.protocol import Drafter
 from ..engine.draft_limits import draft_size
 from ..engine.drafting import history_for
 from ..engine.loop import decode_round
+from ..generate.attachment import Attachment
 from ..runtime.module_hooks import no_hooks_left
 from .batch import Running
 from .prefix_cache import PrefixCache
 from .prepared import Prepared, prepare
-from .requests import FinishedText, Request
+from .requests import FinishedText, Request, Tally
 from .text import Reading, Text, read_on
 
 
@@ -47,9 +48,10 @@ class ContinuousBatching:
             request waits until it fits, and one that can never fit has a ValueError as its `error`.
         prefix_cache_tokens: number of tokens of prompts whose keys, values and hidden states are held for prompts that
             begin like them; 0 for none. The target may not change then.
+        attachment: counts what was drafted.
 
     Attributes:
-        statistics: sums over all rounds; lists are empty.
+        tally: has the `statistics` of the requests that are done; a forward over several counts once.
         reused_tokens: number of tokens of prompts that were not read again.
         alone: number of requests decoded as calls of their own, by reason.
     """
@@ -60,7 +62,7 @@ class ContinuousBatching:
     chunk_size: int = 512
     max_cache_tokens: int | None = None
     prefix_cache_tokens: int = 4096
-    statistics: DraftStatistics = field(default_factory=DraftStatistics)
+    attachment: Attachment | None = None
     alone: Counter[str] = field(default_factory=Counter)
     reused_tokens: int = 0
 
@@ -68,6 +70,7 @@ class ContinuousBatching:
         for name, least in (("max_batch_size", 1), ("chunk_size", 1), ("prefix_cache_tokens", 0)):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected an integer of {least} or more")
+        self.tally = Tally(self.attachment)
         self._places = max(self.max_batch_size, 2)  # sessions of one row may read the call's only text
         self._prefixes = PrefixCache(self.prefix_cache_tokens)
         self._take_options(DraftOptions.of(self.drafter))
@@ -103,8 +106,7 @@ class ContinuousBatching:
     @property
     def cache_tokens(self) -> int:
         """Number of tokens that the cache holds, rows times the longest text."""
-        runtime = None if self._running is None else self._running.runtime
-        return 0 if runtime is None else len(runtime.rows.kept) * runtime.length
+        return 0 if (own := self._running) is None else len(own.runtime.rows.kept) * own.runtime.length
 
     def submit(self, arguments: Mapping[str, Any], seed: int | None = None) -> int:
         """Adds a request; returns its number.
@@ -136,6 +138,7 @@ class ContinuousBatching:
         An error of the round is that of all texts in it that have not ended; others are decoded in a new batch. Where
         the target turns out to read no drafts, they go on without, one after another.
         """
+        began = time.perf_counter()
         try:
             with no_hooks_left(self.target):
                 self._drop_cancelled()
@@ -151,7 +154,7 @@ class ContinuousBatching:
                 raise
             self._set_aside(error)
         done, self._gone = self._gone, []
-        return done
+        return self.tally.ended(done, time.perf_counter() - began)
 
     def _set_aside(self, error: Exception) -> None:
         """Ends the batch after an error of a round, which is its texts' unless they can go on without drafts."""
@@ -167,11 +170,8 @@ class ContinuousBatching:
 
     def close(self) -> None:
         """Frees what is held; texts that have not ended are lost."""
-        self._waiting.clear()
-        self._gone.clear()
-        self._texts.clear()
-        self._reading.clear()
-        self._undrafted.clear()
+        for each in (self._waiting, self._gone, self._texts, self._reading, self._undrafted):
+            each.clear()
         self._held = None
         self._prefixes = PrefixCache(self.prefix_cache_tokens)
         self._drop_batch()
@@ -221,8 +221,7 @@ class ContinuousBatching:
             self._decode_alone(request, prepared, str(refusal))
             return
         columns = self._places * (self._options.tree_size + 1)
-        why = prepared.why_alone(verifier, columns)
-        if why:
+        if why := prepared.why_alone(verifier, columns):
             self._decode_alone(request, prepared, why)
             return
         taps = sorted({*self._drafter.taps_of(self.target), *verifier.taps})
@@ -230,7 +229,7 @@ class ContinuousBatching:
 
     def _decode_alone(self, request: Request, prepared: Prepared, why: str) -> None:
         self.alone[why] += 1
-        self._gone.append(request.alone(prepared, device_of(self.target)))
+        self._gone.append(request.alone(prepared, self.tally, device_of(self.target)))
 
     def _read_prompts(self) -> list[Text]:
         """Reads on in prompts, up to `chunk_size` tokens; returns the texts whose prompts are read."""
@@ -263,6 +262,7 @@ class ContinuousBatching:
         except Exception as error:
             self._gone.append(FinishedText(request.index, None, error))
             return None
+        self.tally.took(text.statistics)
         self._texts[request.index] = text
         return None if text.ended else text
 
@@ -273,7 +273,7 @@ class ContinuousBatching:
                 return
             first = self._undrafted[0].read_again() if self._undrafted else joining.pop(0)
             own = self.target, self._drafter, self._options, self._places, self._history
-            self._running = Running.of(*own, first, self.statistics, drafts=not self._undrafted)
+            self._running = Running.of(*own, first, self.tally, drafts=not self._undrafted)
         running = self._running
         running.batch.change(running.drafting, joining)
         if not running.batch.rows:

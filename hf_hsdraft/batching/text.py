@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -51,6 +52,7 @@ class Reading:
     taps: list[torch.Tensor] = field(default_factory=list)
     runtime: TargetRuntime | None = None
     output: TargetOutput | None = None
+    began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         kwargs, ids = self.prepared.model_kwargs, self.prepared.input_ids[0].tolist()
@@ -201,7 +203,7 @@ class Text:
         target = prepared.target
         self.statistics = DraftStatistics(drafter=type(prepared.drafter).__name__, target=named_target(target))
         self.statistics.target_forwards = self.statistics.row_forwards = 1
-        self.root, self.emitted = runtime.length, list[int]()
+        self.root, self.emitted, self._began = runtime.length, list[int](), reading.began
         self._tap_layers = reading.taps_wanted
         self._taps = torch.cat(reading.taps, dim=1)[0]
         self.decoded.foresee(output.logits.shape[-1], torch.Generator(ids.device).manual_seed(seed))
@@ -310,6 +312,7 @@ class Text:
             self._tried(self.decoded.end_stream)
         texts, config, statistics = self.decoded, self.prepared.config, self.statistics
         statistics.new_tokens, statistics.exact = texts.all_new_tokens(), texts.verifier.exact
+        statistics.total_seconds = time.perf_counter() - self._began
         if not config.return_dict_in_generate:
             return texts.sequences()
         runtime: Any = SimpleNamespace(target=self.prepared.target, cache=None)

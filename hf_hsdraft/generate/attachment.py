@@ -146,15 +146,20 @@ class Attachment:
         except ValueError as error:
             DraftOptions.of(self.drafter)  # wrong options of its own are an error
             raise DraftingRefused(f"the call sets a drafting option: {error}") from error
+        self.follow(target)
+
+    def follow(self, target: Any) -> Drafter:
+        """Returns the drafter, moved to the model's device and dtype if it is used only here."""
         if self._owned:
             follow(self.drafter, target)
+        return self.drafter
 
-    def count(self, done: DraftStatistics, seconds: float) -> None:
-        """Adds a drafted call that took so many seconds to the statistics."""
+    def count(self, done: DraftStatistics, seconds: float, last: DraftStatistics | None = None) -> None:
+        """Adds a drafted call that took so many seconds to the statistics; `last`: its own, if it was not alone."""
         done.total_seconds = done.total_seconds or seconds  # untimed without `return_dict_in_generate`
         with self._lock:
             self._statistics += done
-            self.last = done
+            self.last = last or done
 
 
 # The last one of a model drafts. Below are those of enclosing and overlapping blocks, and the one from before these.

@@ -61,8 +61,10 @@ def build_app(
     grammars = Grammars(target, tokenizer, limits.prompt_seconds)
     if attachment is not None and max_batch_size > 1:
         own = target, attachment.drafter, max_batch_size
-        make = functools.partial(ContinuousBatching, *own, prefix_cache_tokens=prefix_cache_tokens)
-        decoder.together = Together(make, decoder.thread.submit, attachment)
+        make = functools.partial(
+            ContinuousBatching, *own, prefix_cache_tokens=prefix_cache_tokens, attachment=attachment
+        )
+        decoder.together = Together(make, decoder.thread.submit)
     chat, text, responses = (kind(None, None) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler))
     app = FastAPI(title="hf_hsdraft", openapi_url=None)
     app.state.decoder = decoder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -10,7 +9,6 @@ from typing import Any
 
 from ..batching.requests import FinishedText
 from ..batching.scheduler import ContinuousBatching
-from ..generate.attachment import Attachment
 
 
 class Together:
@@ -19,17 +17,13 @@ class Together:
     Args:
         make: makes the batch; called again after an error of a whole batch, which all its calls get.
         run: runs a function on the decoding thread, after those before it.
-        attachment: counts what was drafted.
     """
 
-    def __init__(
-        self, make: Callable[[], ContinuousBatching], run: Callable[[Callable[[], None]], Any], attachment: Attachment
-    ) -> None:
-        self._make, self._run, self._attachment = make, run, attachment
+    def __init__(self, make: Callable[[], ContinuousBatching], run: Callable[[Callable[[], None]], Any]) -> None:
+        self._make, self._run = make, run
         self.batching = make()
         self._new = deque[tuple[Mapping[str, Any], int | None, Callable[[], None], Future[Any]]]()
         self._futures: dict[int, tuple[Future[Any], Callable[[], None]]] = {}
-        self._counted = time.perf_counter()
 
     def submit(self, arguments: Mapping[str, Any], seed: int | None, check: Callable[[], None]) -> Future[Any]:
         """Returns the future output of `generate()` with these arguments; see `ContinuousBatching.submit`.
@@ -43,7 +37,6 @@ class Together:
 
     def _work(self) -> None:
         """Decodes until all is done; runs on the decoding thread."""
-        self._counted = time.perf_counter()
         try:
             while self._take_new() or self.batching.busy:
                 self._drop()
@@ -79,10 +72,6 @@ class Together:
     def _end(self, done: FinishedText) -> None:
         if done.index not in self._futures:  # it was dropped
             return
-        if done.statistics is not None and done.error is None:
-            now = time.perf_counter()
-            self._attachment.count(done.statistics, now - self._counted)
-            self._counted = now
         future, _ = self._futures.pop(done.index)
         if done.error is None:
             future.set_result(done.output)

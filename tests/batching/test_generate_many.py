@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -124,7 +125,7 @@ def check_schedule(target: Any, seed: int, takes_new_texts: bool) -> None:
         if "output_scores" in options:
             assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(output.scores, plain.scores, strict=True))
     assert not batching.alone
-    assert batching.statistics.new_tokens > 1.2 * batching.statistics.row_forwards  # drafts are accepted
+    assert batching.tally.statistics.new_tokens > 1.2 * batching.tally.statistics.row_forwards  # drafts are accepted
 
 
 @pytest.mark.parametrize("takes_new_texts", [True, False])
@@ -326,6 +327,44 @@ def test_an_attached_drafter_is_used(target: Any, drafter: Any) -> None:
     options = {"input_ids": torch.tensor([[7, 8, 9]]), "max_new_tokens": 12}
     assert new_tokens(done.output, options) == new_tokens(alone(target, options), options)
     assert done.statistics is not None and done.statistics.new_tokens == 12
+
+
+def test_a_forward_over_several_texts_counts_once_in_sums(monkeypatch: Any) -> None:
+    """And in each text's own statistics too, which have the time that it took."""
+    target, forwards = make_target(), list[int]()
+
+    def change(cache: Any, kwargs: Any) -> Any:
+        forwards.append(len(kwargs["input_ids"]))
+        return kwargs, lambda: None
+
+    changed_forward(monkeypatch, target, change)
+    requests = [{"input_ids": torch.full((1, 40), 7 + index), "max_new_tokens": 9 + 5 * index} for index in range(4)]
+    drafter = knowing(target, requests)
+    with attach(target, drafter) as attachment:
+        list(generate_many(target, requests))  # tries what the target reads
+        attachment.reset()
+        forwards.clear()
+        began = time.perf_counter()
+        running = generate_many(target, requests, prefix_cache_tokens=0)
+        texts = [done.statistics for done in running]
+        seconds = time.perf_counter() - began
+    total = attachment.statistics
+    assert total.target_forwards == len(forwards) and total.row_forwards == sum(forwards) > len(forwards)
+    assert total.new_tokens == sum(each["max_new_tokens"] for each in requests) and total.calls == 4
+    assert total.tau == total.new_tokens / sum(forwards) == running.statistics.tau > 1
+    assert all(each.target_forwards == each.row_forwards == 1 + each.rounds for each in texts)
+    assert 0 < total.total_seconds <= seconds < sum(each.total_seconds for each in texts)
+    assert attachment.last is texts[-1]
+
+
+def test_what_is_decoded_without_drafts_is_counted_by_reason() -> None:
+    fields = {"num_heads": 8, "head_dim": 8, "state_size": 8, "num_hidden_layers": 2, "n_groups": 2, "chunk_size": 8}
+    target = model_of("mamba2", **fields, initializer_range=0.3)
+    with attach(target, CachebackDrafter()) as attachment:
+        running = generate_many(target, [[7, 8, 9]] * 2, max_new_tokens=5)
+        assert [done.statistics for done in running] == [None, None]
+    assert list(attachment.statistics.stepped_aside.values()) == [2] and not attachment.statistics.calls
+    assert sum(running.alone.values()) == 2
 
 
 def test_nothing_is_left_of_requests_that_are_done(target: Any) -> None:
