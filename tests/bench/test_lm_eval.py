@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import VOCAB, make_drafter
+from conftest import VOCAB, make_drafter, model_of
 from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="pip install -e '.[lm-eval]'")
@@ -108,8 +108,31 @@ def test_texts_and_scores_are_those_of_plain_decoding(folder, chatty, tokenizer,
         assert 0 < plain.scores()[name, "exact_match,first"] < 1
     found = Comparison(plain, drafted)
     assert found.same_scores and not found.other_answers and f"same answers: {DOCUMENTS} of {DOCUMENTS}" in str(found)
-    assert drafted.drafting.calls == len(drafted.seconds) == len(plain.seconds) and not drafted.drafting.stepped_aside
+    assert drafted.drafting.calls == DOCUMENTS and not drafted.drafting.stepped_aside
+    assert len(drafted.seconds) == (len(plain.seconds) if options["batch_size"] == 1 else 1)
     assert drafted.drafting.drafted_tokens > 0 and plain.drafting is None and attached(chatty) is None
+
+
+def test_texts_that_are_decoded_together_end_by_themselves(folder, chatty, tokenizer, guide):
+    """A text emits and reads what it does alone, not what the longest of a batch does; each is cached once, whole."""
+    cached = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm_eval.api.model.CacheHook.add_partial", lambda *given: cached.append(given))
+        alone = run(folder, chatty, tokenizer, guide, "stopped", batch_size=1)
+        together = run(folder, chatty, tokenizer, guide, "stopped", batch_size=5)
+    assert together.drafting.new_tokens == alone.drafting.new_tokens
+    assert together.drafting.target_forwards < together.drafting.row_forwards
+    filled = [given[1:] for given in cached if given[0].__dict__ and given[3]]
+    assert len(filled) == 2 * DOCUMENTS and filled[:DOCUMENTS] == filled[DOCUMENTS:]
+
+
+def test_targets_whose_texts_cannot_join_are_drafted_in_padded_batches(folder, tokenizer):
+    fields = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = model_of("gemma2", **fields, head_dim=8, initializer_range=0.3, sliding_window=8, eos_token_id=4)
+    plain, drafted = (
+        run(folder, target, tokenizer, each, "free", batch_size=3) for each in (None, make_drafter(target))
+    )
+    assert drafted.answers() == plain.answers() and drafted.drafting.calls == len(drafted.seconds) == 3
 
 
 def test_stop_strings_end_texts_early(folder, chatty, tokenizer, guide):
@@ -162,10 +185,10 @@ def test_the_command_prints_scores_and_what_drafting_did(folder, saved, tmp_path
     done = CliRunner().invoke(cli.app, [*arguments, *options, "--json", str(tmp_path / "results.json")])
     assert done.exit_code == 0, done.output
     assert "same answers: 8 of 8" in done.output and "same scores: yes" in done.output
-    assert "2 calls of generate() drafted, tau " in done.output and "; 0 stepped aside" in done.output
-    assert done.output.count("|stopped|") == 2 and "the median of 2\n" in done.output
+    assert "4 calls of generate() drafted, tau " in done.output and "; 0 stepped aside" in done.output
+    assert done.output.count("|stopped|") == 2 and "drafted; speed-up" in done.output
     plain, drafted = (json.loads((tmp_path / "results.json").read_text())[way] for way in ("plain", "drafted"))
-    assert plain["results"] == drafted["results"] and drafted["drafting"]["calls"] == 2 and plain["drafting"] is None
+    assert plain["results"] == drafted["results"] and drafted["drafting"]["calls"] == 4 and plain["drafting"] is None
     refusals = [["--tasks", "nothing"], ["--tasks", ","], ["--tasks", "free", "--batch-size", "0"]]
     refusals += [["--tasks", "free", "--limit", "0"], ["--tasks", "free", "--json", str(tmp_path / "no" / "file")]]
     for wrong in refusals:
@@ -183,4 +206,4 @@ def test_lm_eval_knows_the_model_by_name(folder, saved):
     assert [one["resps"] for one in drafted["samples"]["stopped"]] == [
         one["resps"] for one in plain["samples"]["stopped"]
     ]
-    assert drafted["config"]["drafting"]["calls"] == 2 and "drafting" not in plain["config"]
+    assert drafted["config"]["drafting"]["calls"] == DOCUMENTS and "drafting" not in plain["config"]

@@ -11,16 +11,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import torch
 from lm_eval import simple_evaluate
+from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import make_table
+from tqdm.auto import tqdm
 
+from ...batching.generate_many import generate_many
 from ...core.checks import few
 from ...core.statistics import DraftStatistics
 from ...drafters.base.protocol import Drafter
@@ -33,9 +37,16 @@ logger = logging.getLogger("lm_eval.hsdraft")  # shown like lm_eval's messages
 class HSDraftLM(HFLM):
     """lm_eval's model `hf` with drafted generation. Likelihoods never call `generate()`, so they do not change.
 
+    With a `batch_size` above 1 so many texts are decoded together by `generate_many`, each with its own length and end.
+    lm_eval's padded batches are drafted instead where the first request cannot be decoded beside others.
+
     `pretrained` and `arguments` are those of `HFLM`; `drafter` is a drafter, or its Hub name or folder, and `None`
-    decodes plainly. `seconds` is the wall-clock time of each call of `generate()`.
+    decodes plainly. `seconds` is the wall-clock time of each call of `generate()`, or of each list decoded together.
     """
+
+    _model: Any
+    batch_size_per_gpu: Any
+    cache_hook: Any
 
     def __init__(
         self, pretrained: Any, drafter: Drafter | str | os.PathLike[str] | None = None, **arguments: Any
@@ -45,12 +56,56 @@ class HSDraftLM(HFLM):
         self.seconds: list[float] = []
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        texts = super().generate_until(requests, disable_tqdm)
+        texts = self._together(requests, disable_tqdm)
+        if texts is None:
+            texts = super().generate_until(requests, disable_tqdm)
         if self.attachment is not None:
             logger.info(what_drafting_did(self.attachment.statistics))
         return texts
 
+    def _together(self, requests: list[Any], disable_tqdm: bool) -> list[str] | None:
+        """What `generate_until` returns, decoded together; None if that cannot be.
+
+        lm_eval makes the calls of `generate()`, one for each request, and answers of what has been decoded by them.
+        """
+        if self.attachment is None or self.batch_size == 1 or self.backend != "causal":
+            return None
+        size = self._detect_batch_size() if self.batch_size == "auto" else self.batch_size
+        calls, own = _Calls(self.model), (self._model, self.batch_size_per_gpu, self.cache_hook)
+        self._model, self.batch_size_per_gpu, self.cache_hook = calls, 1, CacheHook(None)
+        try:
+            super().generate_until(requests, disable_tqdm=True)
+            if not self._go_together(calls):
+                return None
+            calls.texts, self.cache_hook = iter(self._decoded(calls, size, disable_tqdm)), own[2]
+            return super().generate_until(requests, disable_tqdm=True)
+        finally:
+            self._model, self.batch_size_per_gpu, self.cache_hook = own
+
+    def _go_together(self, calls: _Calls) -> bool:
+        """Whether the first call, cut to its first token, can be decoded beside others."""
+        assert self.attachment is not None
+        call = {name: value for name, value in calls.made[0].items() if name != "stopping_criteria"}
+        call["max_length"] = call["input_ids"].shape[1] + 1
+        running = generate_many(calls.model, [call], self.attachment.drafter)
+        return all(done.error is None for done in running) and not running.alone
+
+    def _decoded(self, calls: _Calls, size: int, quiet: bool) -> list[torch.Tensor]:
+        """What the calls return, decoded together."""
+        found, began = dict[int, torch.Tensor](), time.perf_counter()
+        running = generate_many(calls.model, calls.made, max_batch_size=size)
+        kind = {"device_type": self.device.type, "dtype": self.mixed_precision_dtype}
+        with torch.autocast(**kind, enabled=self.mixed_precision_dtype is not None):
+            for done in tqdm(running, "generate_many", len(calls.made), disable=quiet or self.rank != 0):
+                if done.error is not None:
+                    raise done.error
+                found[done.index] = done.output
+        self.seconds.append(time.perf_counter() - began)
+        return [found[index] for index in range(len(found))]
+
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self._model, _Calls):
+            return super()._model_generate(*args, **kwargs)
         began = time.perf_counter()
         tokens = super()._model_generate(*args, **kwargs)
         self.seconds.append(time.perf_counter() - began)
@@ -62,6 +117,24 @@ class HSDraftLM(HFLM):
         if self.attachment is not None:
             info["drafting"] = as_fields(self.attachment.statistics)
         return info
+
+
+class _Calls:
+    """Stands in for a model: notes calls of `generate()`, and later returns what was decoded by them, the `texts`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.made = model, list[dict[str, Any]]()
+        self.texts: Iterator[torch.Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def generate(self, **call: Any) -> torch.Tensor:
+        if self.texts is not None:
+            return next(self.texts)
+        self.made.append(call)
+        ids: torch.Tensor = call["input_ids"]
+        return ids
 
 
 def as_fields(statistics: DraftStatistics) -> dict[str, Any]:
