@@ -18,7 +18,7 @@ def install() -> None:
     if needs_newer() is not None:
         return
     with untested():
-        from .batching.generate_batch import generate_batch
+        from .batching.manager import init_continuous_batching
         from .drafters.hidden_state import modeling_hsdraft  # noqa: F401  # `AutoModel` knows it from here on
         from .generate import attachment, by_name, generate_hook
 
@@ -30,7 +30,7 @@ def install() -> None:
             ("_assisted_decoding", generate_hook.assisted_decoding),
             ("_sample", attachment.sample),
             *attachment.COUNTED,
-            ("generate_batch", generate_batch),
+            ("init_continuous_batching", init_continuous_batching),
         ]
         for name, function in hooks:
             _wrap(name, function)

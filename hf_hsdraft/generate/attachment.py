@@ -37,10 +37,6 @@ from .by_name import best_for, follow, load_for
 logger = logging.get_logger(__name__)
 
 _CUSTOM = "custom_generate is given"
-_BATCHING = (
-    "transformers' own continuous batching (init_continuous_batching, `transformers serve --continuous-batching`) "
-    "decodes by itself and never drafts: use generate_batch, hf_hsdraft.generate_many or `hsdraft serve`"
-)
 
 
 class Attachment:
@@ -190,7 +186,7 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, 
 
     Calls with beams, another assistant, prompt lookup or `custom_generate`, and calls for which drafting is refused,
     for instance because of their cache, are decoded as if nothing were attached. The reason is logged once and counted
-    in `Attachment.statistics`. `generate_batch` drafts; other ways into transformers' continuous batching do not.
+    in `Attachment.statistics`. transformers' continuous batching drafts too, from when its manager is started.
 
     Args:
         model: a model of transformers with `generate()`, also inside a PEFT model, `torch.compile` or a data-parallel
@@ -227,8 +223,6 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, 
     DraftOptions.of(drafter)
     attachment = Attachment(target, drafter, owned=owned)
     _hold(target, attachment)
-    if getattr(target, "_cached_continuous_batching_manager", None) is not None:
-        attachment.step_aside(_BATCHING)
     return attachment
 
 
@@ -275,7 +269,6 @@ _REASONS: dict[str, Callable[..., str]] = {
     "_validate_generation_mode": _reason_of_mode,
     "_extract_generation_mode_kwargs": lambda custom, *_, **__: _CUSTOM if callable(custom) else "",
     "load_custom_generate": lambda *_, **__: _CUSTOM,
-    "init_continuous_batching": lambda *_, **__: _BATCHING,
 }
 COUNTED = [(name, functools.partial(_counted, reason_of)) for name, reason_of in _REASONS.items()]
 

@@ -167,7 +167,7 @@ from transformers.generation.utils import GenerationMixin
 transformers.__version__ = sys.argv[1]
 exec(sys.argv[2])
 import hf_hsdraft
-print("imported", hasattr(GenerationMixin.generate_batch, "_hsdraft_functions"))
+print("imported", hasattr(GenerationMixin.init_continuous_batching, "_hsdraft_functions"))
 """
 
 

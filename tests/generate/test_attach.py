@@ -17,7 +17,6 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 from transformers import (
     DynamicCache,
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MambaConfig,
@@ -350,43 +349,6 @@ def test_a_target_that_fails_in_the_middle_of_a_call_is_not_asked_again(target, 
     with pytest.raises(ValueError, match="hidden states"):
         target.generate(prompt, **GREEDY, streamer=streamer)
     assert attachment.statistics.stepped_aside == {} and "end" not in streamer.got
-
-
-@pytest.mark.slow
-def test_a_manager_of_continuous_batching_says_that_it_never_drafts(target, drafter, batch, caplog):
-    """Its texts are plain decoding's; one that runs already is told by `attach`, and other models hear nothing."""
-    texts = [row[row_mask.bool()].tolist() for row, row_mask in zip(*batch.values(), strict=True)]
-    call = {"do_sample": False, "max_new_tokens": 8}
-    plain = [target.generate(torch.tensor([text]), **call)[0, len(text) :].tolist() for text in texts]
-    config = GenerationConfig(**call, eos_token_id=-1)
-    make_target(seed=2).init_continuous_batching(config)
-    said = lambda: [each for each in caplog.messages if "continuous batching" in each and "never drafts" in each]  # noqa: E731
-    attachment = attach(target, drafter)
-    assert not said()
-    for calls in (1, 2):
-        found = target.generate_batch(texts, config, persistent_manager=True)
-        assert sorted(each.generated_tokens for each in found.values()) == sorted(plain)
-        assert list(attachment.statistics.stepped_aside.values()) == [calls] and attachment.statistics.calls == 0
-    assert len(said()) == 1
-    assert len(attach(target, drafter).statistics.stepped_aside) == 1 and len(said()) == 2
-    target.destroy_cached_continuous_batching_manager()
-    assert not attach(target, drafter).statistics.stepped_aside
-
-
-def test_generate_batch_drafts(target, drafter, batch):
-    """With transformers' own outputs: names, prompts, texts and states."""
-    texts = [row[row_mask.bool()].tolist() for row, row_mask in zip(*batch.values(), strict=True)]
-    config = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=-1)
-    plain = [target.generate(torch.tensor([text]), config)[0, len(text) :].tolist() for text in texts]
-    with attach(target, drafter) as attachment:
-        found = target.generate_batch(texts, config)
-        failed = target.generate_batch([texts[0], []], config)
-    assert list(found) == [f"req_{index}" for index in range(len(texts))]
-    assert [each.generated_tokens for each in found.values()] == plain
-    assert [each.prompt_ids for each in found.values()] == texts and all(each.is_finished() for each in found.values())
-    assert attachment.statistics.calls == len(texts) + 1 and attachment.statistics.stepped_aside == {}
-    assert attachment.statistics.accepted_tokens > 0
-    assert failed["req_1"].error and failed["req_0"].generated_tokens == plain[0]
 
 
 def test_an_option_of_the_drafter_that_is_wrong_is_an_error(target, drafter, prompt):

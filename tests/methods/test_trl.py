@@ -202,6 +202,35 @@ def test_tau_is_in_the_logs(tokenizer, tmp_path):
 
 
 @needs_trl
+def test_roll_outs_by_continuous_batching_are_drafted(tokenizer, tmp_path):
+    """Each is what `generate()` draws by its seed; weights that a step has changed are read anew."""
+    target, seen = policy(), []
+
+    def reward(prompts, completion_ids, **kwargs):
+        texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in prompts]
+        seen.append((sorted(zip(texts, completion_ids, strict=True)), copy.deepcopy(target.state_dict())))
+        return reward_even(completion_ids)
+
+    options = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": {"seed": 23}}
+    trainer = trainer_of(target, tokenizer, tmp_path, reward, **options)
+    attachment = attach(target, make_drafter(target))
+    log_drafting(trainer, attachment)
+    trainer.train()
+    call = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "eos_token_id": target.generation_config.eos_token_id}
+    for pairs, weights in seen:
+        expected, model = [], policy()
+        model.load_state_dict(weights)
+        for seed, (prompt, _) in enumerate(sorted(pairs, reverse=True), 23):
+            torch.manual_seed(seed)
+            expected.append((prompt, model.generate(torch.tensor([prompt]), **call)[0, len(prompt) :].tolist()))
+        assert sorted(expected) == pairs
+    assert len(seen) == STEPS and len({str(pairs) for pairs, _ in seen}) == STEPS
+    done = attachment.statistics
+    assert done.calls == 4 * STEPS and done.accepted_tokens > 0 and not done.stepped_aside
+    assert all("hsdraft/tau" in entry for entry in trainer.state.log_history if "reward" in entry)
+
+
+@needs_trl
 def test_roll_outs_that_are_not_drafted_are_told(tokenizer, tmp_path):
     target = policy()
     trainer = trainer_of(target, tokenizer, tmp_path, generation_kwargs={"num_beams": 2}, max_steps=1)
