@@ -20,7 +20,7 @@ def needs_newer() -> str | None:
     return (
         f"transformers {transformers.__version__} is installed, and drafting in generate(), training and the commands "
         f"need {_named(NEEDED)} or newer. Only hf_hsdraft.vllm_plugin, the plugin for vLLM, works here: install a "
-        "newer transformers in an environment of its own"
+        "newer transformers in a separate environment"
     )
 
 

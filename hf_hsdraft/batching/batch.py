@@ -1,4 +1,4 @@
-"""The running batch: a target whose texts join and leave between rounds, each in a place of its own."""
+"""The running batch: a target whose texts join and leave between rounds, each in its own place."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class PrefixCache:
         return count if count >= _LEAST else 0
 
     def shared(self, ids: Sequence[int], others: Sequence[int]) -> bool:
-        """Whether a prompt that goes on like this will begin like another, with what is worth holding."""
+        """Whether a prompt that continues like this will begin like another, with what is worth holding."""
         return len(others) <= self._most and list(ids[:_LEAST]) == list(others[:_LEAST])
 
     def fill(self, kind: Hashable, ids: Sequence[int], cache: Cache | None) -> list[torch.Tensor]:

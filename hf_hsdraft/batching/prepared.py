@@ -85,7 +85,7 @@ class Prepared:
             return self.target._sample(self.input_ids, **plain)
 
     def verifier(self, drafter: Drafter) -> Verifier:
-        """Returns the rule that accepts its drafts; raises what a call of its own raises before it does any work.
+        """Returns the rule that accepts its drafts; raises what a separate call raises before it does any work.
 
         Lets the `drafter`, with the adapter that it uses, look at its target.
         """
@@ -114,15 +114,15 @@ class Prepared:
         reasons = {
             "it has several texts": len(self.input_ids) > 1,
             "the target is an encoder-decoder": self.target.config.is_encoder_decoder,
-            "its forwards are synced with those of other processes": self.call.get("synced_gpus"),
+            "its forwards are synced with other processes": self.call.get("synced_gpus"),
             "its prompt is padded": mask is not None and not bool(mask.all()),
-            "its prompt has positions of its own": not plain,
+            "it sets position_ids": not plain,
             "its prompt is given as embeddings": kwargs.get("inputs_embeds") is not None,
             "its prompt has no tokens": length == 0,
             "it has further inputs": any(
                 isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in known
             ),
-            "it has a cache of its own": cache is not None and _may_hold_tokens(cache),
+            "it passes a cache": cache is not None and _may_hold_tokens(cache),
             "its cache has no rows that can be told apart": cache is not None
             and (
                 type(cache) is not DynamicCache

@@ -84,13 +84,13 @@ class Request:
 
     @contextlib.contextmanager
     def seeded(self, device: torch.device) -> Iterator[None]:
-        """Draws inside by the request's seed, and afterwards goes on where torch's generators were."""
+        """Draws inside by the request's seed, then restores torch's generators."""
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             yield
 
     def alone(self, prepared: Prepared, tally: Tally, device: torch.device) -> FinishedText:
-        """Decodes it as a call of its own."""
+        """Decodes it as a separate call."""
         statistics, refusals, began = DraftStatistics(), list[DraftingRefused](), time.perf_counter()
         with self.seeded(device):
             try:

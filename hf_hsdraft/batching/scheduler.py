@@ -1,8 +1,8 @@
 """Continuous batching with drafts: texts wait, are read, and are decoded together until each has ended.
 
 Between rounds, texts that have ended leave, and prompts are read in parts, so no text waits for longer than one part.
-First come, first served. A request that cannot share forwards (see `Prepared.why_alone`) is decoded as a call of its
-own when it is its turn; the others wait for it.
+First come, first served. A request that cannot share forwards (see `Prepared.why_alone`) is decoded as a separate
+call when it is its turn; the others wait for it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
@@ -31,6 +32,8 @@ from .prefix_cache import PrefixCache
 from .prepared import Prepared, prepare
 from .requests import FinishedText, Request, Tally
 from .text import Reading, Text, read_on
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -53,7 +56,7 @@ class ContinuousBatching:
     Attributes:
         tally: has the `statistics` of the requests that are done; a forward over several counts once.
         reused_tokens: number of tokens of prompts that were not read again.
-        alone: number of requests decoded as calls of their own, by reason.
+        alone: number of requests decoded as separate calls, by reason.
     """
 
     target: Any
@@ -136,7 +139,7 @@ class ContinuousBatching:
         """Reads a part of the waiting prompts and decodes one round; returns the requests that are done.
 
         An error of the round is that of all texts in it that have not ended; others are decoded in a new batch. Where
-        the target turns out to read no drafts, they go on without, one after another.
+        the target turns out to read no drafts, they continue without, one after another.
         """
         began = time.perf_counter()
         try:
@@ -157,7 +160,7 @@ class ContinuousBatching:
         return self.tally.ended(done, time.perf_counter() - began)
 
     def _set_aside(self, error: Exception) -> None:
-        """Ends the batch after an error of a round, which is its texts' unless they can go on without drafts."""
+        """Ends the batch after an error of a round, which is its texts' unless they can continue without drafts."""
         drafted = not self._undrafted
         for text in self._texts.values() if drafted else [self._undrafted[0]]:
             if drafted and isinstance(error, DraftingRefused):
@@ -229,6 +232,7 @@ class ContinuousBatching:
 
     def _decode_alone(self, request: Request, prepared: Prepared, why: str) -> None:
         self.alone[why] += 1
+        logger.warning_once(f"Not decoded together with other texts: {why}.")
         self._gone.append(request.alone(prepared, self.tally, device_of(self.target)))
 
     def _read_prompts(self) -> list[Text]:

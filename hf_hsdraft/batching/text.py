@@ -21,7 +21,7 @@ from ..drafters.base.protocol import Accepted
 from ..engine.call_output import as_output, named_target
 from ..engine.decoded_texts import DecodedTexts
 from ..runtime.findings import Size, find_out
-from ..runtime.module_hooks import fingerprint
+from ..runtime.module_hooks import fingerprint, has_foreign_hooks
 from ..runtime.target_limits import furthest_read
 from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..runtime.tree_reading import TextRows
@@ -214,6 +214,8 @@ class Text:
         """Why it cannot join a batch with drafts of this size; tries what is unknown. Empty if it can."""
         runtime, ids = self.runtime, self.prepared.input_ids
         assert runtime is not None
+        if has_foreign_hooks(runtime.target):
+            return "hooks of its modules may depend on the row"
         if not runtime.rows_can_be_apart:
             return "its cache or its inputs are not known to have rows that can be told apart"
         if runtime.refusal is not None:

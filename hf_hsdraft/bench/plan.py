@@ -171,7 +171,7 @@ def _settings(plan: BenchPlan, target: Any, systems: Sequence[System]) -> dict[s
     how, dtype = plan.settings, str(target.dtype).removeprefix("torch.")
     return {
         "target": public_name(getattr(target, "name_or_path", "")),
-        "prompts": ", ".join(path.name for path in plan.prompts) or "those of the package",
+        "prompts": ", ".join(path.name for path in plan.prompts) or "the package's",
         "dtype": dtype,
         "device": str(target.device),
         "threads": torch.get_num_threads(),

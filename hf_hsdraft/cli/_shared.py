@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from ..core.checks import is_path
 from ..core.methods import offered
 from ..core.progress import tell, working
 
@@ -29,6 +31,20 @@ QUESTION = "Natalia sold clips to 48 friends in April, and half as many in May. 
 def say(line: str) -> None:
     """Prints a line as it is, without markup, colours and line breaks."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def in_bytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} KB"
+
+
+def present(names: Any) -> Any:
+    """Returns one or several names; raises a BadParameter, before anything is loaded, for a path with nothing there."""
+    for name in [names] if isinstance(names, str) else names or ():
+        if is_path(name) and not os.path.exists(name):
+            raise typer.BadParameter(f"there is no folder or file {os.path.abspath(name)}")
+        if os.path.isdir(name) and not any(file.endswith((".json", ".gguf")) for file in os.listdir(name)):
+            raise typer.BadParameter(f"{name} holds no model: expected a folder with config.json, or a .gguf file")
+    return names
 
 
 def option(sentence: str, *names: str, **limits: Any) -> Any:
@@ -55,16 +71,20 @@ class Injector(StrEnum):
 
 
 _TARGET = "Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."
-TargetOption = Annotated[str | None, option(_TARGET, "--target")]
-TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET)]
+TargetOption = Annotated[str | None, option(_TARGET, "--target", callback=present)]
+TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET, callback=present)]
 _DRAFTER = "Hub name or folder of a drafter"
 _OR_MADE = f"{_DRAFTER}, mtp for the target's layers, or ngrams for n-grams of the text"
-DrafterOption = Annotated[str | None, option(f"{_OR_MADE}; default: the target's, or ngrams.", "--drafter")]
-DraftersOption = Annotated[list[str] | None, option(f"{_OR_MADE}; repeat to compare several.", "--drafter")]
-DrafterArgument = Annotated[str, typer.Argument(help=f"{_OR_MADE}.")]
+DrafterOption = Annotated[
+    str | None, option(f"{_OR_MADE}; default: the target's, or ngrams.", "--drafter", callback=present)
+]
+DraftersOption = Annotated[
+    list[str] | None, option(f"{_OR_MADE}; repeat to compare several.", "--drafter", callback=present)
+]
+DrafterArgument = Annotated[str, typer.Argument(help=f"{_OR_MADE}.", callback=present)]
 # Of commands that write beside a drafter's weights, or load no target
-SavedDrafterOption = Annotated[str | None, option(f"{_DRAFTER}; default: the target's.", "--drafter")]
-SavedDrafterArgument = Annotated[str, typer.Argument(help=f"{_DRAFTER}.")]
+SavedDrafterOption = Annotated[str | None, option(f"{_DRAFTER}; default: the target's.", "--drafter", callback=present)]
+SavedDrafterArgument = Annotated[str, typer.Argument(help=f"{_DRAFTER}.", callback=present)]
 DrafterFolderArgument = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")]
 DtypeOption = Annotated[Dtype, option("Dtype of the target and the drafter.")]
 PromptsOption = Annotated[

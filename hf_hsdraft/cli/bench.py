@@ -50,7 +50,7 @@ def bench(
         bool,
         option(
             "Time the first calls of a process without compiled code instead; plain decoding and each variant "
-            "in a process of its own.",
+            "in a separate process.",
             "--cold",
         ),
     ] = False,

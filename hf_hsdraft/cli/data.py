@@ -9,12 +9,20 @@ import typer
 from rich.table import Table
 
 from ..core.checks import printable
-from ._shared import console, option, say
+from ._shared import console, in_bytes, option, say
 
 app = typer.Typer()
 
+
+def _with_texts(folder: Path) -> Path:
+    if not any(folder.glob("*.history*")):
+        raise typer.BadParameter(f"{folder} holds no past texts: expected the folder that the option `history` names")
+    return folder
+
+
 FolderArgument = Annotated[
-    Path, typer.Argument(exists=True, file_okay=False, help="Folder that the option `history` names.")
+    Path,
+    typer.Argument(exists=True, file_okay=False, callback=_with_texts, help="Folder that the option `history` names."),
 ]
 _SHOWN = 100  # characters of a text
 
@@ -30,9 +38,9 @@ def show(
     from ..drafters.lookup.history import list_history
 
     found = list_history(folder)
-    table = Table("target", "texts", "tokens", "MB")
+    table = Table("target", "texts", "tokens", "size")
     for each in found:
-        table.add_row(each.target, f"{each.texts:,}", f"{each.tokens:,}", f"{each.bytes / 1e6:.1f}")
+        table.add_row(each.target, f"{each.texts:,}", f"{each.tokens:,}", in_bytes(each.bytes))
     console.print(table)
     if texts is not None:
         _print_texts([each.path for each in found if each.path is not None], texts)

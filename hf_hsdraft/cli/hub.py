@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from . import _shared as shared
-from ._shared import check_empty, console, loaded_target, option, say
+from ._shared import check_empty, console, in_bytes, loaded_target, option, say
 
 if TYPE_CHECKING:
     from ..drafters.base.auto_drafter import Found
@@ -79,10 +79,14 @@ def pull(
 
 @app.command(short_help="Describe a drafter.")
 def info(
-    name: Annotated[str, typer.Argument(help="Hub name or folder of a drafter.")],
+    name: shared.SavedDrafterArgument,
     revision: RevisionOption = None,
     target: Annotated[
-        str | None, option("Measure how well the drafter fits this target too: Hub name, folder or .gguf file.")
+        str | None,
+        option(
+            "Measure how well the drafter fits this target too: Hub name, folder or .gguf file.",
+            callback=shared.present,
+        ),
     ] = None,
     offline: Annotated[bool, option("Use the cache only.", "--offline")] = False,
 ) -> None:
@@ -120,7 +124,7 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
         if not questions:
             say(f"{target} fits: its sizes are the drafter's, whose files leave nothing open")
         return
-    fits = f"{target} fits: this drafter guesses as much of what it says as of its own target's words"
+    fits = f"{target} fits: this drafter predicts it as well as its own target"
     if drafter.config.target_reference is None:
         fits = "this drafter does not record what its target writes; `hsdraft hub card --target` does"
     say(explain_mismatch(model, drafter, tokenizer) or fits)
@@ -142,7 +146,7 @@ def list_cached() -> None:
 
     found = list(cached_drafters())
     for each in found:
-        size = f"{each.bytes / 1e6:.1f} MB" if each.bytes else "weights not fetched"
+        size = in_bytes(each.bytes) if each.bytes else "weights not fetched"
         refs = f" ({', '.join(each.refs)})" if each.refs else ""
         made_for = each.target or "a target without name"
         say(f"{each.name} {each.commit}{refs}: for {made_for}, format {each.format}, {size}")
@@ -159,9 +163,13 @@ def card(
         list[Path] | None,
         option("Report of `bench --json`; replaces earlier ones; repeat.", "--bench", exists=True, dir_okay=False),
     ] = None,
-    keep: Annotated[bool, option("Keep earlier reports, except those of the same command.", "--keep")] = False,
+    keep: Annotated[bool, option("Keep earlier reports of other commands.", "--keep")] = False,
     target: Annotated[
-        str | None, option("Record the identity and the output of this target: Hub name, folder or .gguf file.")
+        str | None,
+        option(
+            "Record the identity and the output of this target: Hub name, folder or .gguf file.",
+            callback=shared.present,
+        ),
     ] = None,
     name: Annotated[str | None, option("Name of the drafter in the card; default: the folder's.")] = None,
     license: Annotated[str | None, option("Licence, as the Hub names it, e.g. apache-2.0.")] = None,
@@ -304,4 +312,4 @@ def _print(found: list[Found]) -> None:
 def _size(size: int | None) -> str:
     if size is None:
         return "unknown"
-    return f"{size / 1e6:.1f} MB" if size else "none"
+    return in_bytes(size) if size else "none"

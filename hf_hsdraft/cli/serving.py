@@ -117,7 +117,7 @@ def _become_vllm(context: typer.Context) -> NoReturn:
         raise typer.BadParameter("vLLM verifies by its own rule: leave it out", param_hint="--verification")
     for name in _NOT_FOR_VLLM:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise typer.BadParameter("vLLM has options of its own for this, after --", param_hint=_flag(name))
+            raise typer.BadParameter("vLLM has its own options for this, after --", param_hint=_flag(name))
     drafter, number, device = given["drafter"], given["num_speculative_tokens"], given["device"]
     if given["plain"] and (drafter is not None or number is not None):
         raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--plain")

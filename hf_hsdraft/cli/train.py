@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from inspect import Parameter
 from pathlib import Path
@@ -20,9 +19,10 @@ from typing import Annotated, Any, ClassVar, get_args
 import typer
 from typer.core import TyperCommand
 
+from ..core.checks import nearest_option
 from ..core.methods import offered
 from ..training.data.plan import DATA, PANELS, RUNNING, DrafterFields, LearningOptions, Option, TrainingPlan, options_of
-from ._shared import _TARGET, Dtype, checked_device, console, need_extra, say
+from ._shared import _TARGET, Dtype, checked_device, console, need_extra, present, say
 
 app = typer.Typer()
 # A run of five minutes, loading and leaving included: a drafter to look at, not to keep. Short greedy answers to
@@ -47,7 +47,7 @@ class RunOptions:
     """Options that choose target and device."""
 
     panel: ClassVar[str] = RUNNING
-    target: Annotated[str | None, _TARGET] = None
+    target: Annotated[str | None, _TARGET, {"callback": present}] = None
     quick: Annotated[
         bool, "Five minutes for a first look; other options change its settings.", {"names": ["--quick"]}
     ] = False
@@ -90,8 +90,8 @@ class TrainCommand(TyperCommand):
         for each in given:
             if each.replace("_", "-").replace("--no-", "--", 1) not in fields:
                 known = [*fields, *(name for own in self.get_params(ctx) for name in own.opts)]
-                near = get_close_matches(each, known, n=1)
-                ctx.fail(f"No such option: {each}" + (f". Did you mean {near[0]}?" if near else ""))
+                near = nearest_option(each, known)
+                ctx.fail(f"No such option: {each}" + (f". Did you mean {near}?" if near else ""))
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -199,7 +199,7 @@ def quick_run(given: dict[str, Any], arguments: dict[str, Any]) -> tuple[Trainin
     fields, further = {**_QUICK_PLAN, **given}, {**_QUICK_ARGUMENTS, **arguments}
     if any(arguments.get(name) is not None for name in ("max_steps", "num_train_epochs", "max_training_minutes")):
         further.pop("max_minutes")
-    elif "max_minutes" not in arguments:  # a run that ended with an untrained drafter goes on for as long again
+    elif "max_minutes" not in arguments:  # a run that ended with an untrained drafter continues for as long again
         further["max_minutes"] += ended_untrained(Path(own.out)).get("limits", {}).get("max_minutes", 0.0)
     if own.invents and not own.openings:
         fields["kinds"] = own.kinds or _QUICK_KINDS

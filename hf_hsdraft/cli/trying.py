@@ -112,7 +112,9 @@ def _best(model: Any, tokenizer: Any, offline: bool) -> tuple[Any, str, str, str
 
 @app.command(short_help="Print what an issue should say: versions, processor, drafter.")
 def env(
-    target: Annotated[str | None, typer.Argument(help="Hub name or folder of your target: its drafters too.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(help="Hub name or folder of your target: its drafters too.", callback=shared.present)
+    ] = None,
     device: shared.DeviceOption = "cpu",
 ) -> None:
     """Prints versions and the processor and, for a target, what drafts for it. Loads no weights and asks no server.

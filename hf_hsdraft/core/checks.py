@@ -14,7 +14,7 @@ from typing import Any
 # 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
 FORMAT_VERSION = 2
 LONGEST_NAME = 256  # characters of a name in a configuration
-_ALIKE, _NEAR = 0.85, 0.4  # similarity of names, `difflib.SequenceMatcher.ratio`
+_ALIKE, _NEAR = 0.85, 0.7  # similarity of names, `difflib.SequenceMatcher.ratio`
 MOST_NODES = 2**12  # limit of tree_size and beam_width
 
 
@@ -47,13 +47,18 @@ def printable(value: Any, length: int = 120) -> str:
 
 
 def nearest_option(name: str, options: Collection[str]) -> str:
-    """Returns the option with the most similar name, or ""."""
+    """Returns the option with the most similar name, or "" where none is similar."""
     return next(iter(difflib.get_close_matches(name, sorted(options), n=1, cutoff=_NEAR)), "")
 
 
 def is_misspelt(name: str, option: str) -> bool:
     """Whether a name is similar enough to an option's to be a typo."""
     return name != option and difflib.SequenceMatcher(None, option, name).ratio() >= _ALIKE
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path: a Hub name has at most one slash."""
+    return name.startswith(("/", ".", "~", "\\")) or name.count("/") > 1
 
 
 def few(names: Sequence[str], most: int = 5) -> str:
@@ -68,7 +73,7 @@ def is_code_file(name: Any) -> bool:
 
 def public_name(name: str) -> str:
     """A target's name without local directories, for publishing."""
-    local = name.startswith(("/", ".", "~", "\\")) or name.count("/") > 1 or os.path.exists(name) or ":" in name
+    local = is_path(name) or os.path.exists(name) or ":" in name
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if local else name
 
 

@@ -11,7 +11,7 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def freed_in_children(lock: Any) -> Any:
-    """Returns the lock, which the child of a fork finds free, as Python does with locks of its own library."""
+    """Returns the lock, which the child of a fork finds free, as Python does with the locks of its library."""
     _locks.add(lock)
     return lock
 

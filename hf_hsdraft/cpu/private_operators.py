@@ -66,7 +66,7 @@ def works(what: str, trial: Callable[[], bool]) -> bool:
     if problem:
         logger.warning(
             f"torch {torch.__version__} has no {what} as they are known here ({problem.splitlines()[0][:160]}). "
-            "Drafting goes on without them, which takes longer."
+            "Drafting continues without them, which is slower."
         )
     return not problem
 

@@ -259,7 +259,7 @@ def _reason_of_mode(generation_mode: Any, generation_config: Any, generation_mod
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         return ""
     if (assistant := generation_mode_kwargs.get("assistant_model")) is not None:
-        own = "the call has an assistant_model of its own"
+        own = "the call has its own assistant_model"
         return "" if getattr(assistant, "decoding", None) is not None else own  # which counts it itself
     fields = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
     return f"the call sets {next((name for name in fields if getattr(generation_config, name, None)), 'an assistant')}"
@@ -281,7 +281,7 @@ def _check_decoding(target: Any) -> None:
             f"{name} has no generate() of transformers: expected a model such as AutoModelForCausalLM loads"
         )
     if type(target)._sample is not GenerationMixin._sample or _samples_itself(type(target)):
-        raise ValueError(f"{name} cannot be drafted for: it decodes in a way of its own, which a draft does not follow")
+        raise ValueError(f"{name} cannot be drafted for: it decodes in its own way, which drafts do not follow")
 
 
 def _samples_itself(kind: type) -> bool:

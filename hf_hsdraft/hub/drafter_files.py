@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from ..core.checks import few, printable
+from ..core.checks import few, is_path, printable
 from ..core.methods import offered
 
 CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
@@ -262,7 +262,7 @@ def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder
     name = os.fspath(name)
     if os.path.isdir(name):
         return Path(name) / subfolder
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # a Hub name has at most one slash
+    if is_path(name):
         raise OSError(f"no such drafter folder: {os.path.abspath(name)}")
     wanted = [f"{subfolder}/{pattern}" if subfolder else pattern for pattern in patterns]
     try:

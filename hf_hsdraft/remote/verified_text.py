@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..core.checks import nearest_option
 from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of
 from ..engine.decoded_texts import DecodedTexts
@@ -35,8 +35,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raises a ValueError for options of `generate()` that are not possible over a connection."""
     for name, value in options.items():
         if name not in OPTIONS:
-            near = difflib.get_close_matches(name, sorted(OPTIONS), n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
+            near = nearest_option(name, OPTIONS)
+            hint = f"; did you mean {near}?" if near else "."
             raise ValueError(
                 f"{name[:64]!r} is not possible with a remote target{hint} Options that choose or end tokens are "
                 f"possible: {', '.join(sorted(OPTIONS))}"

@@ -1,7 +1,7 @@
 """Ended rows of a batch leave the cache: forwards read only the others, and at the end the ended rows are put back.
 
 Plain decoding reads padding for them until the last row has ended. A cache that outlives the call gets the padding at
-the end, in a few forwards. In a batch that goes on, other texts take their places.
+the end, in a few forwards. In a running batch, other texts take their places.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def harmless(function: _Function) -> _Function:
     A drafted call makes fewer forwards of the target than a plain one, over several tokens each. Beside your own
     forward hooks, forwards and attention functions nothing is drafted, as they may depend on that. Declare those that
     do not: whose effect on a token does not follow from the number of forwards, from how many tokens a forward
-    reads, or from the text's length. Hooks that only record or count for you are the usual case.
+    reads, from a text's row in the batch, or from its length. Hooks that only record or count for you are the usual
+    case.
 
         model.register_forward_hook(hf_hsdraft.harmless(lambda *_: calls.append(1)))
 
@@ -81,7 +82,7 @@ def is_foreign(function: Any) -> bool:
             if isinstance(function, functools.partial):
                 function = function.func
                 continue
-            if library_of(function) not in _KNOWN:
+            if (name := library_of(function)) not in _KNOWN and name not in _of_hub():
                 return True
             function = getattr(function, "__wrapped__", None)
     except Exception:  # an object of the user's that answers strangely
@@ -98,6 +99,12 @@ def library_of(function: Any) -> str:
     else:
         name = type(function).__module__
     return (name or "").partition(".")[0]
+
+
+def _of_hub() -> set[str]:
+    """The modules, of generated names, that `kernels` has loaded from the Hub, for `use_kernels` or an attention."""
+    loaded = getattr(sys.modules.get("kernels"), "get_loaded_kernels", list)()
+    return {each.module.__name__ for each in loaded if each.repo_info is not None}  # None: from a folder of the user's
 
 
 _OF_TEXT = (

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from ..core.forks import freed_in_children, new_lock
+from .foreign_parts import is_harmless
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -80,8 +81,8 @@ def fingerprint(model: nn.Module) -> int:
 
 
 def has_foreign_hooks(model: nn.Module) -> bool:
-    """Whether hooks of other libraries observe or change what passes through a model's modules."""
-    return any(any(foreign_hooks(module)) for module in model.modules())
+    """Whether hooks of other libraries, not declared harmless, observe or change what passes through its modules."""
+    return any(not is_harmless(hook) for module in model.modules() for _, hook in foreign_hooks(module))
 
 
 def foreign_hooks(module: nn.Module) -> Iterator[tuple[int, Any]]:

@@ -61,7 +61,7 @@ def decoder_layers(config: Any) -> int:
 def why_refused(target: Any, cache: Any) -> str:
     """Why no draft can be verified by this target, as far as model and cache tell; empty if one may."""
     if type(target)._sample is not GenerationMixin._sample:
-        return "it decodes in a way of its own, which a draft does not follow"
+        return "it decodes in its own way, which drafts do not follow"
     if type(cache) is StaticCache:
         return why_not_static(cache)
     if not isinstance(cache, DynamicCache | EncoderDecoderCache):

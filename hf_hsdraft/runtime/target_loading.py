@@ -31,7 +31,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..core.cache_folder import is_own, private_folder
-from ..core.checks import few, printable
+from ..core.checks import few, is_path, printable
 from ..core.forks import new_lock
 from ..cpu.gguf_blocks import remember_file
 
@@ -167,7 +167,7 @@ def _folder_of_hub(name: str, local_files_only: bool) -> Path:
     Loading would try each of a model's files several times, for half a minute, without saying what it looked for.
     """
     missing = f"there is no folder {os.path.abspath(name)}"
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # no name of the Hub
+    if is_path(name):
         raise FileNotFoundError(missing)
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json"], local_files_only=local_files_only))

@@ -14,13 +14,14 @@ from .requests import ChatRequest, refused
 _PARAM = "response_format"
 _MOST_BYTES = 64 << 20  # of compiled grammars that are kept
 _MOST_SCHEMA = 1 << 16  # characters
-_MOST_LATE = 2  # compilations that go on after their requests were refused
+_MOST_LATE = 2  # compilations that continue after their requests were refused
 
 
 class Grammars:
     """Compiles the grammars of a server, one after another and apart from its prompts.
 
-    A compilation cannot be interrupted: one that takes too long goes on by itself, and later ones do not wait for it.
+    A compilation cannot be interrupted: one that takes too long continues alone, and later ones do not
+    wait for it.
 
     Args:
         seconds: that one may take, with those before it.

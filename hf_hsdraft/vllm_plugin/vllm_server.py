@@ -56,7 +56,7 @@ def check_environment(python: str | os.PathLike[str] | None, with_plugin: bool) 
         "--no-deps .` in a checkout (on CPUs see docs/integrations.md), then name it by --vllm-python vllm/bin/python"
     )
     if python is None:
-        raise ImportError(f"vLLM needs an environment of its own, for it wants an older transformers: {how}")
+        raise ImportError(f"vLLM needs a separate environment with an older transformers: {how}")
     code = _FIND_VLLM + (_FIND_PLUGIN if with_plugin else "") + f"print({_FOUND!r})\n"
     try:
         found = subprocess.run([os.fspath(python), "-c", code], capture_output=True, text=True, check=False)

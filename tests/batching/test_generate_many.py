@@ -5,6 +5,7 @@ import gc
 import random
 import time
 import traceback
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -257,6 +258,27 @@ def test_what_cannot_share_forwards_is_decoded_alone(target: Any) -> None:
         options = {**requests[index], "max_new_tokens": 8}
         assert new_tokens(found[index].output, options) == new_tokens(alone(target, options), options)
     assert found[1].output.shape == (2, 17)
+
+
+def test_beside_harmless_hooks_texts_share_forwards(caplog: Any) -> None:
+    target, requests = make_target(), requests_of(6, 3)
+    steer = torch.linspace(-1, 1, 32)
+    hook = target.model.layers[1].register_forward_hook(harmless(lambda _, inputs, states: states + steer))
+    batching = ContinuousBatching(target, knowing(target, requests))
+    found = decoded_at_random(batching, requests, 3)
+    assert not batching.alone and batching.tally.statistics.tau > 1
+    for index, options in enumerate(requests):
+        assert new_tokens(found[index].output, options) == new_tokens(alone(target, options), options)
+    hook.remove()
+
+    def of_a_library(module: Any, inputs: Any, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    of_a_library = types.FunctionType(of_a_library.__code__, {"__name__": "peft.tuners"})
+    target.model.layers[1].register_forward_hook(of_a_library)
+    decoded_at_random(batching, requests[:2], 3)
+    assert list(batching.alone) == ["hooks of its modules may depend on the row"]
+    assert "Not decoded together with other texts: hooks of its modules may depend on the row." in caplog.text
 
 
 def test_a_text_that_turns_out_to_be_alone_is_streamed_once() -> None:

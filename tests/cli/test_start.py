@@ -51,6 +51,13 @@ def run(code: str, **options) -> subprocess.CompletedProcess:
         (["chatt"], 2, "chat"),
         (["hub", "lst"], 2, "list"),
         (["data", "overlap", "--train", "./missing"], 2, "./missing"),
+        (["try", "./missing"], 2, "there is no folder or file"),
+        (["find", "/no/where"], 2, "there is no folder or file /no/where"),
+        (["find", str(ROOT)], 2, "holds no model"),
+        (["info", "./missing"], 2, "there is no folder or file"),
+        (["bench", "--drafter", "ngrams", "--drafter", "./missing"], 2, "there is no folder or file"),
+        (["train", "--target", "./missing", "--out", "x"], 2, "there is no folder or file"),
+        (["history", "list", str(ROOT)], 2, "holds no past texts"),
         (["train", "--hlep"], 2, "No such option: --hlep. Did you mean --help?"),
         (["train", "--learning-rat", "1", "--out", "x"], 2, "--learning-rat. Did you mean --learning-rate?"),
         (["train", "--no-such=1", "--bf16"], 2, "No such option: --no-such"),
@@ -65,7 +72,7 @@ def test_help_and_wrong_options_load_nothing_heavy(options, status, said):
 
 INTERRUPTED = """
 import builtins, os, signal, sys
-sys.argv = ["hsdraft", "demo", "--target", "./missing"]
+sys.argv = ["hsdraft", "demo", "--target", "missing"]
 original = builtins.__import__
 def interrupting(name, *args, **kwargs):
     if name == {name!r}:

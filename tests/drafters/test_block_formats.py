@@ -413,7 +413,7 @@ def test_variants_that_the_format_of_speculators_cannot_say_are_not_written(name
 
 def test_masks_with_an_embedding_of_their_own_are_kept_here_and_not_exported(target, tmp_path):
     drafter = make_block_drafter(target, "own mask")
-    with pytest.raises(ValueError, match="its masks have an embedding of their own, for which that format has no"):
+    with pytest.raises(ValueError, match="its masks have a learned embedding, for which that format has no"):
         drafter.export("speculators", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     drafter.save_pretrained(tmp_path / "saved")

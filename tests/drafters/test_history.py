@@ -442,11 +442,12 @@ def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokeniz
     for drafter in (in_memory, in_folder):
         as_plain(target, drafter, prompt, max_new_tokens=9)
     [held], [stored] = list_history(in_memory), list_history(folder)
+    assert list_history(in_folder) == [stored]
     assert held.texts == stored.texts == 1 and held.tokens == stored.tokens == 20 and held.path is None
     assert stored.target == "llama" and stored.path.stat().st_size == stored.bytes
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     run = CliRunner().invoke(app, ["history", "list", str(folder), "--texts", str(tmp_path / "tokenizer")])
-    assert run.exit_code == 0 and "llama" in run.output and "20" in run.output
+    assert run.exit_code == 0 and "llama" in run.output and f"{stored.bytes / 1000:.1f} KB" in run.output
     assert tokenizer.decode(prompt[0])[:40] in run.output
     with pytest.raises(ValueError, match="no history of 'another'"):
         erase_history(folder, "another")
@@ -457,6 +458,9 @@ def test_what_is_held_can_be_listed_and_erased(target, prompt, tmp_path, tokeniz
     assert erase_history(in_memory) == 1 and list_history(in_memory)[0].texts == 0
     with pytest.raises(NotADirectoryError, match="is no folder"):
         list_history(tmp_path / "nowhere")
+    in_folder.save_pretrained(tmp_path / "drafter")
+    with pytest.raises(ValueError, match="holds no past texts: expected the folder that the option `history` names"):
+        list_history(tmp_path / "drafter")
 
 
 @pytest.mark.parametrize("content", [b"hsdraft-history1", "another program's"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import threading
 import time
@@ -36,8 +37,10 @@ from typer.testing import CliRunner
 from hf_hsdraft import CachebackDrafter, attach
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.base.auto_drafter import find
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
+from hf_hsdraft.drafters.base.registry import TargetInfo
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
 from hf_hsdraft.drafters.mtp.layers import MtpLayers
 from hf_hsdraft.generate import by_name
@@ -291,6 +294,31 @@ def test_layers_are_refused_with_a_reason(checkpoint, tmp_path):
     target.save_pretrained(tmp_path)  # without the layers
     with pytest.raises(DraftingRefused, match=r"cannot be read from .*weights are missing"):
         MtpDrafter.for_target(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert not listed(tmp_path)
+
+
+def listed(folder) -> bool:
+    """Whether `hsdraft find` lists the layers of a checkpoint."""
+    return any("own layers" in each.name for each in find(TargetInfo.of_name(str(folder), "", True), True)[0])
+
+
+def test_layers_whose_tensors_are_not_there_are_not_listed(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    assert listed(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, shard = load_file(file), tmp_path / "of-layers.safetensors"
+    own = {name: tensor for name, tensor in tensors.items() if ".layers.46." in name}
+    later = {name.replace(".46.", ".47."): tensor for name, tensor in own.items()}  # the first is missing
+    rest = {name: tensor for name, tensor in tensors.items() if name not in own}
+    save_file(rest | later, file, metadata={"format": "pt"})
+    assert not listed(tmp_path)
+    save_file(rest, file, metadata={"format": "pt"})
+    save_file(own, shard, metadata={"format": "pt"})
+    weight_map = {name: (shard if name in own else file).name for name in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert listed(tmp_path)
+    shard.unlink()
+    assert not listed(tmp_path)
 
 
 def test_layers_are_found_in_the_cache_that_the_target_was_loaded_from(checkpoint, tmp_path, monkeypatch):

@@ -88,9 +88,9 @@ def test_reuse_belongs_to_the_hidden_state_family(target, drafter):
 def test_names_that_mean_nothing_are_told_with_the_nearest_option(target, drafter, prompt, monkeypatch):
     warned = []
     monkeypatch.setattr("hf_hsdraft.drafters.base.draft_options.logger.warning_once", warned.append)
-    drafter.generation_config.max_nodes = 8
+    drafter.generation_config.max_nodes = drafter.generation_config.tree_width = 8
     as_plain(target, drafter, prompt, **CALL)
-    assert "max_nodes (the nearest option is node_cost)" in warned[0]
+    assert "max_nodes, tree_width (the nearest option is beam_width)" in warned[0]  # none is near to max_nodes
     assert f"mean nothing to a {type(drafter).__name__}" in warned[0]
 
 

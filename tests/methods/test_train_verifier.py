@@ -157,7 +157,7 @@ def test_a_run_that_was_stopped_goes_on_and_writes_beside_the_drafter(command, t
     weights = (drafter / WEIGHTS).read_bytes()
     run = CliRunner().invoke(app, [*command, "--labels", str(path)])
     assert run.exit_code != 0 and len(path.read_text().splitlines()) == 6 and not (drafter / FILE).exists()
-    assert "the same command goes on from" in run.output
+    assert "the same command resumes from" in run.output
     first, labelled[:] = list(labelled), [()] * 6
     run = CliRunner().invoke(app, [*command, "--labels", str(path)])
     assert run.exit_code == 0, run.output

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import types
 
 import accelerate
@@ -464,6 +465,22 @@ def test_beside_hooks_that_were_declared_harmless_is_drafted():
     drafter = CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed")
     output = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
     assert output.statistics.tau > 2 and output.sequences.equal(plain)
+
+
+@pytest.mark.parametrize("of_hub", [True, False], ids=["hub", "folder"])
+def test_kernels_of_the_hub_count_as_a_library(monkeypatch, of_hub):
+    """`kernels` names a module by its build, and puts the forwards of its layers into those of the model."""
+    module = types.ModuleType("_activation_cpu_1a2b3c")
+    exec("import torch\ndef forward(self, x):\n    return torch.nn.functional.silu(x)", vars(module))
+    loaded = types.SimpleNamespace(module=module, repo_info="kernels-community/activation" if of_hub else None)
+    monkeypatch.setitem(sys.modules, "kernels", types.SimpleNamespace(get_loaded_kernels=lambda: [loaded]))
+    target, inputs = make_target(), prompt()
+    for layer in target.model.layers:
+        layer.mlp.act_fn.forward = types.MethodType(module.forward, layer.mlp.act_fn)
+    plain = target.generate(**inputs, **GREEDY)
+    with attach(target, CachebackDrafter(plain.tolist(), tree_sizing="fixed")) as attachment:
+        assert target.generate(**inputs, **GREEDY).equal(plain)
+    assert (attachment.statistics.tau > 2) == of_hub and (not attachment.statistics.stepped_aside) == of_hub
 
 
 class Slotted:

@@ -12,6 +12,7 @@ from conftest import write_prompts
 from training_helpers import decodes_as_plain, end_briefly, planned, run
 
 from hf_hsdraft.cli.train import quick_run as quick
+from hf_hsdraft.training.files import RowFolder
 from hf_hsdraft.training.loop import budget
 from hf_hsdraft.training.loop import run as run_module
 from hf_hsdraft.training.loop.budget import TimeBudget
@@ -33,18 +34,27 @@ def test_a_whole_run_ends_in_its_minutes_and_goes_on_with_more(chatty, tokenizer
     many = write_prompts(tmp_path / "many.jsonl", 300)
     plan = planned(tmp_path, "hidden-state", prompts=[str(many)], answer_batch_size=2, stream=stream)
     fields = {"eval_steps": 4, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
+    answers = lambda: list(RowFolder(tmp_path / "out" / "data").rows())  # noqa: E731
     drafter = train(chatty, tokenizer, plan, {**fields, "max_minutes": 1.0}, report=lambda _: None)
     stored = json.loads((tmp_path / "out" / "clock.json").read_text())
     assert 3 < stored["first"] < 300 and stored["seconds"] < 30  # not all could be answered
     training = callback_of(last_checkpoint(tmp_path / "out"), TimeBudget)
     assert 30 < stored["seconds"] + training["spent"] < 65 and training["ended"]
     assert decodes_as_plain(chatty, drafter)
-    steps, said = steps_done(tmp_path / "out"), []
+    steps, answered, said = steps_done(tmp_path / "out"), len(answers()), []
     train(chatty, tokenizer, plan, {**fields, "max_minutes": 1.0}, report=said.append)
     assert said == ["already finished: max_minutes 1"]
-    train(chatty, tokenizer, plan, {**fields, "max_minutes": 1.5}, report=lambda _: None)
-    assert steps_done(tmp_path / "out") > steps
-    assert json.loads((tmp_path / "out" / "clock.json").read_text()) == stored
+    held_out = held_out_of(tmp_path / "out")
+    drafter = train(chatty, tokenizer, plan, {**fields, "max_minutes": 3.0}, report=lambda _: None)
+    assert steps_done(tmp_path / "out") > steps and held_out_of(tmp_path / "out") == held_out
+    later = json.loads((tmp_path / "out" / "clock.json").read_text())
+    assert later["first"] == stored["first"] and len(answers()) > answered
+    assert stream or 40 < later["seconds"] < 80  # 30% of three minutes
+    assert decodes_as_plain(chatty, drafter)
+
+
+def held_out_of(out):
+    return json.loads((out / "figures.json").read_text())["training"]["held_out"]
 
 
 def test_two_limits_of_minutes_contradict_each_other(chatty, tokenizer, tmp_path):
@@ -93,6 +103,9 @@ def test_an_untrained_drafter_is_called_so_and_the_same_command_goes_on(chatty, 
     assert "it was trained for 1 step, " in what_is_needed(out, False) and "wider limit" in what_is_needed(out, False)
     finish(out, 636, limits, True, {"chats": 19, "answers": 227})
     assert "only 227 answer tokens from 19 chats" in (said := what_is_needed(out, True)) and "636" not in said
+    assert said.endswith("trains on for as long again and makes more answers")
+    finish(out, 636, {"max_steps": 636.0}, True, {"chats": 19, "answers": 227})
+    assert what_is_needed(out, True).endswith("start a new run with more prompts")
     finish(out, 636, limits, True, {"chats": 300, "answers": 24_000})
     assert "hundreds" not in what_is_needed(out, True)
     finish(out, 800, limits, untrained([{"eval_accuracy_1": 0.02}, {"eval_accuracy_1": 0.5}, {"loss": 1.0}], 800))

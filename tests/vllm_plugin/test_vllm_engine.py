@@ -293,7 +293,7 @@ def test_others_share_the_target_over_devices_and_one_may_be_named(serve, drafte
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--engine", "vllm", "--drafter", NGRAMS], "an environment of its own"),
+        (["--engine", "vllm", "--drafter", NGRAMS], "a separate environment"),
         (["--engine", "vllm", "--verification", "fly"], "verifies by its own rule"),
         (["--engine", "vllm", "--plain", "--drafter", NGRAMS], "leave one of the two out"),
         (["--engine", "vllm", "--plain", "--num-speculative-tokens", "3"], "leave one of the two out"),

@@ -74,7 +74,7 @@ def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
     """
     family, known = Family(config, drafter), FAMILIES.get(model_type)
     if known is not None and _names(known) != _names(family):
-        raise ValueError(f"model_type={model_type!r} is taken by {known.drafter.__name__}: expected a name of its own")
+        raise ValueError(f"model_type={model_type!r} is taken by {known.drafter.__name__}: expected another name")
     if config.model_type != model_type:
         raise ValueError(
             f"{config.__name__}.model_type={config.model_type!r} is invalid: expected {model_type!r}, as registered"

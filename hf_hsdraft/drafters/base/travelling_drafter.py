@@ -304,7 +304,7 @@ def _preparation(original: Any) -> Any:
         config, others = original(self, *args, **kwargs)
         if isinstance(others.get("assistant_model"), TravellingDrafter):
             del others["assistant_model"]
-            _warn(f"{type(self).__name__} decodes in a way of its own")
+            _warn(f"{type(self).__name__} decodes in its own way")
         return config, others
 
     return _prepare_generation_config

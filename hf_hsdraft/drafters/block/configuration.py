@@ -70,9 +70,9 @@ class BlockConfig(PublishedConfig):
         0, limit=integer(_MOST_RANK, least=0)
     )  # fmt: skip
     xpress_mlp_ratio: int = setting("inner width of its feed-forward block, over the rank", 2, limit=integer(64))
-    learned_mask: bool = setting("whether a mask has an embedding of its own instead of a token's", False, FLAG)
-    own_embedding: bool = setting("whether the drafter has an embedding of its own", False, FLAG)
-    own_head: bool = setting("whether it has output rows of its own for a whole vocabulary", False, FLAG)
+    learned_mask: bool = setting("whether masks have a learned embedding instead of a token's", False, FLAG)
+    own_embedding: bool = setting("whether the drafter has its own embedding", False, FLAG)
+    own_head: bool = setting("whether it has its own output rows, for a whole vocabulary", False, FLAG)
     num_input_tokens: int | None = setting(
         "rows of its tables for tokens that are read, if more than can be drafted", None, integer(2**22), optional=True
     )

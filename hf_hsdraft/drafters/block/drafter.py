@@ -371,7 +371,7 @@ class BlockDrafter(PublishedNetwork):
     def export(self, form: str, folder: str | os.PathLike[str], target_name: str = "") -> None:
         if self.config.learned_mask:
             raise ValueError(
-                f"this drafter cannot be written in the format {form!r}: its masks have an embedding of their own, for "
+                f"this drafter cannot be written in the format {form!r}: its masks have a learned embedding, for "
                 f"which that format has no field. `save_pretrained` keeps it in {LOOSE_MASK}, which only this package "
                 "reads"
             )

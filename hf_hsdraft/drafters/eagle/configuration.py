@@ -42,8 +42,8 @@ class EagleConfig(PublishedConfig):
     norm_before_fc: bool = setting("whether all hidden states of the target are normed together", False, FLAG)
     fc_norm: bool = setting("whether each of them is normed by itself", False, FLAG)
     norm_output: bool = setting("whether the state that the next step reads is the normed one (EAGLE-3.1)", False, FLAG)
-    own_embedding: bool = setting("whether the drafter has an embedding of its own", False, FLAG)
-    own_head: bool = setting("whether it has output rows of its own, else the target's are used", True, FLAG)
+    own_embedding: bool = setting("whether the drafter has its own embedding", False, FLAG)
+    own_head: bool = setting("whether it has its own output rows instead of the target's", True, FLAG)
     logit_scale: float = setting("factor of the logits", 1.0, number())
     final_logit_softcapping: float = setting("cap of the logits; 0 for none", 0.0, number())
     fuses_embedding: bool = setting(

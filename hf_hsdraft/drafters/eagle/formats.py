@@ -158,7 +158,7 @@ def _why_refused(checkpoint: Checkpoint) -> str:
         return ""
     return (
         f"holds a target's own prediction heads ({f'speculators_model_type={kind}' if kind else few(heads)}): those "
-        "are not drafted with here; expected a drafter in files of its own"
+        "are not drafted with here; expected a drafter in separate files"
     )
 
 

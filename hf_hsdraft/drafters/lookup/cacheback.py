@@ -58,7 +58,7 @@ class CachebackDrafter(WeightlessDrafter):
     config_class = CachebackConfig
     num_draft_steps = TUNING.ngram_depth
     least_ngram_length = 1
-    why_not_exported = "it has no weights: other programs look n-grams up by methods of their own"
+    why_not_exported = "it has no weights: other programs look up n-grams themselves"
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
         limit = integer(MOST_LEADING)

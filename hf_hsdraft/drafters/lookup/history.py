@@ -306,10 +306,15 @@ class HistoryContents:
 
 
 def list_history(where: Drafter | str | os.PathLike[str]) -> list[HistoryContents]:
-    """Lists what a folder or a drafter's memory holds for each target; an error if there is no such folder.
+    """Lists for each target what a folder holds, or a drafter: in memory, or in the folder that its option names.
 
     Warns of files that are damaged, or of an earlier version.
+
+    Raises:
+        NotADirectoryError: there is no such folder.
+        ValueError: it is the folder of a drafter, and holds no texts.
     """
+    where = _place_of(where)
     if isinstance(where, Drafter):
         kept = [(identity_of(target)[0], history) for target, history in _in_memory(where)]
         return [HistoryContents(name, *history.held) for name, history in kept]
@@ -327,7 +332,7 @@ def list_history(where: Drafter | str | os.PathLike[str]) -> list[HistoryContent
 
 
 def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> int:
-    """Erases what a folder holds, or what the calls of a drafter have kept in memory; returns how many texts.
+    """Erases what a folder or a drafter holds, see `list_history`; returns how many texts.
 
     Processes that draft from a file drop its texts with their next call. Damaged files, and those of earlier versions,
     are removed and not counted.
@@ -337,8 +342,9 @@ def erase_history(where: Drafter | str | os.PathLike[str], target: str = "") -> 
 
     Raises:
         NotADirectoryError: there is no such folder.
-        ValueError: there is no history of this target.
+        ValueError: there is no history of this target; or as `list_history`.
     """
+    where = _place_of(where)
     if isinstance(where, Drafter):
         kept = [(identity_of(model)[0], history) for model, history in _in_memory(where)]
         _check_known(target, [name for name, _ in kept])
@@ -368,6 +374,12 @@ def _check_known(target: str, names: Sequence[str]) -> None:
         )
 
 
+def _place_of(where: Any) -> Any:
+    """A drafter's folder of texts, if its option names one; else `where` itself."""
+    option = where.generation_config.history if isinstance(where, Drafter) else None
+    return where if option in (None, NO_HISTORY, IN_MEMORY) else option
+
+
 def _in_memory(drafter: Drafter) -> list[tuple[Any, History]]:
     with _lock:
         kept = list(_of_drafters.get(drafter, {}).items())
@@ -378,7 +390,13 @@ def _files(folder: str | os.PathLike[str]) -> list[Path]:
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
         raise NotADirectoryError(f"{path} is no folder: expected one that the option `history` names, or a drafter")
-    return sorted(path.glob(f"*{SUFFIX}"))
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    if not found and (path / "config.json").exists():
+        raise ValueError(
+            f"{path} is the folder of a model or drafter, and holds no past texts: expected the folder that the option "
+            "`history` names, or the loaded drafter"
+        )
+    return found
 
 
 def _target_in(path: Path) -> str:

@@ -32,7 +32,7 @@ from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, LevelExpansion
 from .kinds import described_target, layers_in, renamed
-from .layers import MtpLayers
+from .layers import MtpLayers, layer_numbers
 
 
 class DraftedColumns(DraftedNodes):
@@ -335,7 +335,7 @@ def _found(target: TargetInfo, local_files_only: bool) -> Iterator[Found]:
 
 
 def _can_be_read(target: TargetInfo, count: int, local_files_only: bool) -> bool:
-    """Whether these layers can be built, and the checkpoint names tensors for them."""
+    """Whether these layers can be built, and the checkpoint has tensors of each of them, in files that are there."""
     model = target.model if target.model is not None else empty_model(target.config)
     if model is None:
         return False
@@ -343,14 +343,18 @@ def _can_be_read(target: TargetInfo, count: int, local_files_only: bool) -> bool
         with torch.device("meta"):
             MtpLayers(MtpModel(described_target(model, count), count))
         checkpoint = Checkpoint.open(target.place, local_files_only=local_files_only)
-        return bool(renamed(_tensor_names(checkpoint), target.config))
+        names = renamed(_tensor_names(checkpoint), target.config)
+        numbers = layer_numbers(names, target.config)
+        return bool(numbers) and numbers == set(range(len(numbers)))
     except Exception:  # any error of building them means that it cannot
         return False
 
 
 def _tensor_names(checkpoint: Checkpoint) -> Collection[str]:
     if (checkpoint.folder / INDEX).is_file():
-        return read_json(checkpoint.folder / INDEX).get("weight_map", {}).keys()
+        files: dict[str, str] = read_json(checkpoint.folder / INDEX).get("weight_map", {})
+        local = os.path.isdir(checkpoint.name)
+        return [name for name, file in files.items() if not local or (checkpoint.folder / file).is_file()]
     return checkpoint.shapes if checkpoint.is_described else ()
 
 

@@ -282,7 +282,7 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
     """Loads the layers from a checkpoint, dequantised; raises a ValueError if some tensors are missing."""
     names, place = renamed(checkpoint.shapes, target.config, apart, kind), _last_place(target)
     first, dtype = target.config.get_text_config().num_hidden_layers, target.config.dtype
-    numbers = {int(layer[1]) - first for each in names.values() if (layer := _NUMBER.match(each))}
+    numbers = layer_numbers(names, target.config)
     if not numbers and not apart:
         raise ValueError(
             f"weights are missing: the configuration counts {layers_in(target.config)}, but it was saved without "
@@ -316,6 +316,12 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
         heads.append(nn.Linear(size, count, bias=False, device="meta"))
         heads[-1].weight = nn.Parameter(found[number].to(place, dtype))
     return MtpLayers(model, kind, heads, table)
+
+
+def layer_numbers(names: Mapping[str, str], config: Any) -> set[int]:
+    """The layers that tensors belong to, by their names as `renamed` returns them; 0 is the first."""
+    first = config.get_text_config().num_hidden_layers
+    return {int(layer[1]) - first for each in names.values() if (layer := _NUMBER.match(each))}
 
 
 def _in_files(name: str, names: Mapping[str, str]) -> str:

@@ -79,7 +79,7 @@ def going_on_from(kept: Path | None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if kept is not None and kept.is_file():
-            say(f"stopped; the same command goes on from {kept}")
+            say(f"stopped; the same command resumes from {kept}")
         raise
 
 

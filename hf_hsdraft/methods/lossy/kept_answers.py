@@ -63,7 +63,7 @@ class KeptResults(Generic[Result]):
             if found.get(name) != value:
                 raise ValueError(
                     f"{path} holds {what} of another run: {name} is {found.get(name)!r:.200} there and "
-                    f"{value!r:.200} here; run as before to go on, or name another file"
+                    f"{value!r:.200} here; run as before to resume, or name another file"
                 )
         if not text.endswith("\n"):
             path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")

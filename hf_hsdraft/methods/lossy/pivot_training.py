@@ -188,7 +188,7 @@ def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[Piv
         "mismatches": len(targets),
         "pivots among them": pivots,
         "roll-outs of each token": f"{plan.roll_outs}, at temperature {plan.temperature}",
-        "held out": f"{int(held.sum())} mismatches, of questions of their own: "
+        "held out": f"{int(held.sum())} mismatches, from other questions: "
         + ", ".join(f"{kind} {share}" for kind, share in told.items()),
     }
     return classifier, told

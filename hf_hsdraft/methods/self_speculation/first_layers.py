@@ -202,7 +202,7 @@ class FirstLayers:
         )
         if not same:
             name = type(call.target).__name__
-            logger.warning_once(f"all layers of {name} are computed anew in verifying: in two parts it reads otherwise")
+            logger.warning_once(f"all layers of {name} are recomputed in verifying: split in two, it reads differently")
         return plain, same
 
     @property
@@ -248,7 +248,7 @@ class FirstLayers:
     def _model_after(
         self, read: ReadAhead, trees: Sequence[DraftTree], columns: int
     ) -> tuple[Any, dict[str, Any], int]:
-        """Returns a model that goes on after what was read ahead, its inputs, and how many nodes it need not read."""
+        """Returns a model that continues after what was read ahead, its inputs, and how many nodes it need not read."""
         call, device, before = self._call, device_of(self._call.target), read.states.shape[1]
         whole, places = zip(*(_joined(*pair) for pair in zip(read.trees, trees, strict=True)), strict=True)
         states, keys_values, missing = read.states, read.keys_values, max(map(len, whole)) - before

@@ -107,16 +107,18 @@ def what_is_needed(out: Path, goes_on: bool) -> str:
     """
     if not (ended := ended_untrained(out)):
         return ""
-    steps, timed = ended["steps"], any("minutes" in name for name in ended.get("limits", {}))
+    steps, limits = ended["steps"], ended.get("limits", {})
+    timed = any("minutes" in name for name in limits)
     told = "this drafter is untrained and will not speed anything up"
     answers = ended.get("amount", {}).get("answers", _MANY)
+    how = "the same command trains on for as long again" if goes_on else "the same command with a wider limit trains on"
     if answers < _MANY:
         had = f"only {answers:,} answer tokens from {ended['amount']['chats']:,} chats; a useful run has some 25,000"
-        return f"{told}: it had {had}. Add --max-minutes 60, or give a new run prompts (--prompts FILE)"
+        more = f"{how} and makes more answers" if "max_minutes" in limits else "start a new run with more prompts"
+        return f"{told}: it had {had}; {more}"
     count = f"{steps} step{'s' * (steps != 1)}"
     made = f"the machine made {count} in its time" if timed else f"it was trained for {count}"
     made += ", it needs some hundreds" if steps < _ENOUGH else ", these were not enough"
-    how = "the same command trains on for as long again" if goes_on else "the same command with a wider limit trains on"
     return f"{told}: {made}; {how}"
 
 

@@ -211,8 +211,9 @@ class _Run:
         args, out = self.args, Path(self.plan.out)
         if args.max_minutes is None:
             return TimeBudget(args.max_training_minutes or math.inf)
-        share = FIRST_ANSWERS if self.plan.stream else ANSWERS
-        share = 0.0 if folder.last_checkpoint(out) else share  # nothing more is answered before training goes on
+        share = ANSWERS  # of all minutes: a finished run that gets more of them answers more too
+        if self.plan.stream:  # it answers while it trains
+            share = 0.0 if folder.last_checkpoint(out) else FIRST_ANSWERS
         return TimeBudget(args.max_minutes, out, share, self.began)
 
     def learn_from(
@@ -230,9 +231,11 @@ class _Run:
         """
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
         first, held_out = len(conversations), plan.eval_conversations
-        if groups is not None:  # what a resumed stream has answered since changes neither
-            first = min(BEFORE_LEARNING if budget.first is None else budget.first, first)
-        elif args.max_minutes is not None:  # a slow machine has few
+        if budget.first is not None:  # what a resumed run has answered since changes neither
+            first = min(budget.first, first)
+        elif groups is not None:
+            first = min(BEFORE_LEARNING, first)
+        if groups is None and args.max_minutes is not None:  # a slow machine has few
             held_out = min(held_out, first // 2)
         pairs = self._tokenized(in_order(conversations[:first], args.seed), held_out)
         further = conversations[first:]

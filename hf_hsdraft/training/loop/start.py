@@ -46,7 +46,7 @@ def prepared(
             "without `accelerate launch`"
         )
     if plan.stream:
-        args.ignore_data_skip = True  # a resumed run goes on with new conversations
+        args.ignore_data_skip = True  # a resumed run continues with new conversations
         args.accelerator_config.dispatch_batches = False  # of conversations, not of tensors
         if args.max_steps <= 0:
             raise ValueError("a stream has no epochs: give --max-minutes or --max-steps")

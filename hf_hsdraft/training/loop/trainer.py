@@ -154,7 +154,7 @@ class DrafterTrainer(Trainer):
         if not bool(torch.isfinite(parts.loss)):
             raise TrainingDiverged(
                 f"the loss is {parts.loss.item()} at step {self.state.global_step}: checkpoints until then are good. "
-                "Go on from one with --init-from, another --out and a lower --learning-rate"
+                "Continue from one with --init-from, another --out and a lower --learning-rate"
             )
         if measured:
             self._recent = replace(parts, loss=parts.loss.detach())
