@@ -103,7 +103,7 @@ def library_of(function: Any) -> str:
 
 def _of_hub() -> set[str]:
     """The modules, of generated names, that `kernels` has loaded from the Hub, for `use_kernels` or an attention."""
-    loaded = getattr(sys.modules.get("kernels"), "get_loaded_kernels", list)()
+    loaded: list[Any] = getattr(sys.modules.get("kernels"), "get_loaded_kernels", list)()
     return {each.module.__name__ for each in loaded if each.repo_info is not None}  # None: from a folder of the user's
 
 

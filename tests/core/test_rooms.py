@@ -137,8 +137,8 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 2060, "engine": 2200, "runtime": 3590, "verify": 625, "generate": 575, "training": 6400, "bench": 1600,
-    "cli": 2210, "drafters": 13270, "serve": 2560, "hub": 1850,
+    "core": 2070, "engine": 2200, "runtime": 3590, "verify": 625, "generate": 575, "training": 6400, "bench": 1600,
+    "cli": 2250, "drafters": 13270, "serve": 2560, "hub": 1850,
 }  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_the_core_stays_small() -> None:
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
     assert len(files) <= 224
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 42_450
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 42_560
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:

@@ -204,7 +204,7 @@ def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
     taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | COMMON_OPTIONS.keys() | vars(Verifier).keys()))
     taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share an option
     if taken:
-        raise ValueError(f"{', '.join(taken)} already means something else: expected another name")
+        raise ValueError(f"{', '.join(taken)} means something else already: expected another name")
     return own
 
 

@@ -231,10 +231,8 @@ class _Run:
         """
         target, plan, args, family, report = self.target, self.plan, self.args, self.family, self.report
         first, held_out = len(conversations), plan.eval_conversations
-        if budget.first is not None:  # what a resumed run has answered since changes neither
-            first = min(budget.first, first)
-        elif groups is not None:
-            first = min(BEFORE_LEARNING, first)
+        if budget.first is not None or groups is not None:  # what a resumed run has answered since changes neither
+            first = min(budget.first or BEFORE_LEARNING, first)
         if groups is None and args.max_minutes is not None:  # a slow machine has few
             held_out = min(held_out, first // 2)
         pairs = self._tokenized(in_order(conversations[:first], args.seed), held_out)
