@@ -22,41 +22,22 @@ struct Decoder {
 };
 
 template <typename T>
-WIDE INLINE void put(void* to, __m512 from) {
-  if constexpr (sizeof(T) == 2) {
-    const __m256bh rounded = _mm512_cvtneps_pbh(from);
-    std::memcpy(to, &rounded, 32);
-  } else {
-    _mm512_storeu_ps(to, from);
-  }
-}
-
-// As a tensor of T would hold it.
-template <typename T>
-WIDE INLINE __m512 rounded(__m512 from) {
-  if constexpr (sizeof(T) == 2)
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(from)), 16));
-  return from;
-}
-
-template <typename T>
 WIDE void norm_row(const T* x, const T* weight, T* to, int64_t size, double eps, bool from_zero) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = all_lanes(0.f);
   for (int64_t at = 0; at < size; at += 16) {
-    const __m512 found = numbers<T>(x + at);
-    squares = _mm512_fmadd_ps(found, found, squares);
+    const Floats found = numbers<T>(x + at);
+    squares = fused(found, found, squares);
   }
-  const __m512 factor = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / size + static_cast<float>(eps)));
+  const Floats factor = all_lanes(1 / std::sqrt(sum_of(squares) / size + static_cast<float>(eps)));
   for (int64_t at = 0; at < size; at += 16) {
-    const __m512 levelled = _mm512_mul_ps(numbers<T>(x + at), factor), own = numbers<T>(weight + at);
-    put<T>(to + at, from_zero ? _mm512_mul_ps(levelled, _mm512_add_ps(own, _mm512_set1_ps(1)))
-                              : _mm512_mul_ps(rounded<T>(levelled), own));
+    const Floats levelled = numbers<T>(x + at) * factor, own = numbers<T>(weight + at);
+    put<T>(to + at, from_zero ? levelled * (own + all_lanes(1.f)) : rounded<T>(levelled) * own);
   }
 }
 
 template <typename T>
-WIDE INLINE __m512 times(__m512 x, const T* y) {
-  return rounded<T>(_mm512_mul_ps(x, numbers<T>(y)));
+WIDE INLINE Floats times(Floats x, const T* y) {
+  return rounded<T>(x * numbers<T>(y));
 }
 
 // x to x cos + (-second half of x, first half of x) sin.
@@ -64,36 +45,28 @@ template <typename T>
 WIDE void rotate(const T* x, const T* cos, const T* sin, T* to, int64_t size) {
   const int64_t half = size / 2;
   for (int64_t at = 0; at < half; at += 16) {
-    const __m512 a = numbers<T>(x + at), b = numbers<T>(x + half + at);
-    const __m512 low = _mm512_sub_ps(times(a, cos + at), times(b, sin + at));
-    const __m512 high = _mm512_add_ps(times(b, cos + half + at), times(a, sin + half + at));
+    const Floats a = numbers<T>(x + at), b = numbers<T>(x + half + at);
+    const Floats low = times(a, cos + at) - times(b, sin + at);
+    const Floats high = times(b, cos + half + at) + times(a, sin + half + at);
     put<T>(to + at, low), put<T>(to + half + at, high);
   }
-}
-
-// 1 / (1 + e^-x).
-WIDE INLINE __m512 sigmoid(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1), small = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
-  const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-  return _mm512_div_ps(_mm512_mask_mov_ps(one, negative, small), _mm512_add_ps(one, small));
 }
 
 template <typename T>
 WIDE void activate(const T* gate, const T* up, T* to, int64_t size, bool gelu) {
   for (int64_t at = 0; at < size; at += 16) {
-    const __m512 x = numbers<T>(gate + at);
-    __m512 inside = x;
+    const Floats x = numbers<T>(gate + at);
+    Floats inside = x;
     if (gelu) {  // x / 2 (1 + tanh(y / 2)) is x sigmoid(y)
-      const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-      inside = _mm512_mul_ps(_mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x), _mm512_set1_ps(1.5957691216f));
+      inside = fused(x * x * x, all_lanes(0.044715f), x) * all_lanes(1.5957691216f);
     }
-    put<T>(to + at, _mm512_mul_ps(rounded<T>(_mm512_mul_ps(x, sigmoid(inside))), numbers<T>(up + at)));
+    put<T>(to + at, rounded<T>(x * sigmoid(inside)) * numbers<T>(up + at));
   }
 }
 
 template <typename T>
 WIDE void add_row(const T* a, const T* b, T* to, int64_t size) {
-  for (int64_t at = 0; at < size; at += 16) put<T>(to + at, _mm512_add_ps(numbers<T>(a + at), numbers<T>(b + at)));
+  for (int64_t at = 0; at < size; at += 16) put<T>(to + at, numbers<T>(a + at) + numbers<T>(b + at));
 }
 
 template <typename T>

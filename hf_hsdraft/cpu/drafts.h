@@ -20,7 +20,7 @@ WIDE at::Tensor angles_of(const std::vector<int64_t>& positions, const at::Tenso
     }
     for (int64_t at = 0; at < half; at += 16)
       for (T* side : {cos, cos + half, sin, sin + half})
-        put<T>(side + at, _mm512_loadu_ps((side == cos || side == cos + half ? cosines : sines).data() + at));
+        put<T>(side + at, load((side == cos || side == cos + half ? cosines : sines).data() + at));
   }
   return both;
 }
@@ -150,18 +150,17 @@ struct Best {
 
 // Adds what is left of the probability of logits `[count]`, a multiple of 16, to a parent's score.
 WIDE void add_children(const float* logits, int64_t count, float score, int32_t parent, Best& best) {
-  __m512 highest = _mm512_loadu_ps(logits), sums = _mm512_setzero_ps();
-  for (int64_t at = 16; at < count; at += 16) highest = _mm512_max_ps(highest, _mm512_loadu_ps(logits + at));
-  const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
-  for (int64_t at = 0; at < count; at += 16)
-    sums = _mm512_add_ps(sums, exponential(_mm512_sub_ps(_mm512_loadu_ps(logits + at), top)));
-  const float log_sum = _mm512_cvtss_f32(top) + std::log(_mm512_reduce_add_ps(sums));
+  Floats highest = load(logits), sums = all_lanes(0.f);
+  for (int64_t at = 16; at < count; at += 16) highest = greater_of(highest, load(logits + at));
+  const float top = greatest_of(highest);
+  for (int64_t at = 0; at < count; at += 16) sums = sums + exponential(load(logits + at) - all_lanes(top));
+  const float log_sum = top + std::log(sum_of(sums));
   for (int64_t at = 0; at < count; at += 16) {
-    const __m512 scores = _mm512_add_ps(_mm512_set1_ps(score), _mm512_sub_ps(_mm512_loadu_ps(logits + at), _mm512_set1_ps(log_sum)));
-    __mmask16 left = _mm512_cmp_ps_mask(scores, _mm512_set1_ps(best.least()), _CMP_GT_OQ);
+    const Floats scores = all_lanes(score) + (load(logits + at) - all_lanes(log_sum));
+    uint32_t left = bits_of(compared<_CMP_GT_OQ>(scores, all_lanes(best.least())));
     if (!left) continue;
     alignas(64) float each[16];
-    _mm512_store_ps(each, scores);
+    store(each, scores);
     for (; left; left &= left - 1) {
       const int lane = __builtin_ctz(left);
       if (each[lane] > best.least()) best.add({each[lane], static_cast<int32_t>(at + lane), parent});
@@ -201,9 +200,9 @@ struct Columns {
   WIDE static void highest_of(const T* logits, int64_t depth, int64_t all, float* highest) {
     int64_t at = 0;
     for (; at + 16 <= all; at += 16) {
-      __m512 found = _mm512_set1_ps(-std::numeric_limits<float>::infinity());  // also where a logit is NaN
-      for (int64_t row = 0; row < depth; ++row) found = _mm512_max_ps(numbers<T>(logits + row * all + at), found);
-      _mm512_storeu_ps(highest + at, found);
+      Floats found = all_lanes(kNothing);  // also where a logit is NaN
+      for (int64_t row = 0; row < depth; ++row) found = greater_of(numbers<T>(logits + row * all + at), found);
+      store(highest + at, found);
     }
     for (; at < all; ++at) {
       highest[at] = -std::numeric_limits<float>::infinity();
@@ -230,32 +229,28 @@ struct Columns {
     panel.resize(ids.size() * words);
     for (size_t group = 0; group < ids.size(); group += 16)
       for (int64_t word = 0; word < words; word += 16) {
-        __m512i rows[16];
-        for (int lane = 0; lane < 16; ++lane) rows[lane] = _mm512_loadu_si512(up + ids[group + lane] * rank + word * kEach);
+        Words rows[16];
+        for (int lane = 0; lane < 16; ++lane) rows[lane] = load_words(up + ids[group + lane] * rank + word * kEach);
         transpose(rows);
-        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(panel.data() + group * words + 16 * (word + i), rows[i]);
+        for (int i = 0; i < 16; ++i) store_words(panel.data() + group * words + 16 * (word + i), rows[i]);
       }
   }
 
   // Logits of 16 columns for N nodes with codes `[N, rank]`: those before, plus the bias.
   template <int N>
   WIDE void add_bias(const float* before, const T* codes, size_t group, float* to) const {
-    const __m512 own = _mm512_loadu_ps(before + group);
+    const Floats own = load(before + group);
     const uint32_t* weights = panel.data() + group * words;
     const int64_t rank = words * kEach;
-    __m512 sums[N];
-    for (int i = 0; i < N; ++i) sums[i] = _mm512_setzero_ps();
+    Floats sums[N];
+    for (int i = 0; i < N; ++i) sums[i] = all_lanes(0.f);
     for (int64_t word = 0; word < words; ++word, weights += 16) {
-      const __m512i found = _mm512_loadu_si512(weights);
-      for (int i = 0; i < N; ++i) {
-        if constexpr (sizeof(T) == 2)
-          sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)found, pair_of(codes + i * rank + 2 * word));
-        else
-          sums[i] = _mm512_fmadd_ps((__m512)found, _mm512_set1_ps(codes[i * rank + word]), sums[i]);
-      }
+      const Words found = load_words(weights);
+      for (int i = 0; i < N; ++i)
+        sums[i] = added_products<T>(sums[i], found, all_lanes(word_at(codes + i * rank + kEach * word)));
     }
     for (int i = 0; i < N; ++i)
-      _mm512_storeu_ps(to + i * ids.size() + group, rounded<T>(_mm512_add_ps(own, rounded<T>(sums[i]))));
+      store(to + i * ids.size() + group, rounded<T>(own + rounded<T>(sums[i])));
   }
 };
 
@@ -263,16 +258,16 @@ struct Columns {
 template <typename T>
 WIDE void follow_path(T* path, const T* gate, const T* candidate, int64_t size) {
   for (int64_t at = 0; at < size; at += 16) {
-    const __m512 before = numbers<T>(path + at), twice = _mm512_mul_ps(numbers<T>(candidate + at), _mm512_set1_ps(2));
-    const __m512 next = _mm512_sub_ps(_mm512_mul_ps(sigmoid(twice), _mm512_set1_ps(2)), _mm512_set1_ps(1));
-    const __m512 weight = rounded<T>(sigmoid(numbers<T>(gate + at)));
-    put<T>(path + at, _mm512_fmadd_ps(weight, _mm512_sub_ps(rounded<T>(next), before), before));
+    const Floats before = numbers<T>(path + at), two = all_lanes(2.f);
+    const Floats next = sigmoid(numbers<T>(candidate + at) * two) * two - all_lanes(1.f);
+    const Floats weight = rounded<T>(sigmoid(numbers<T>(gate + at)));
+    put<T>(path + at, fused(weight, rounded<T>(next) - before, before));
   }
 }
 
 WIDE void scale(float* numbers, int64_t count, float factor) {
   for (int64_t at = 0; at < count; at += 16)
-    _mm512_storeu_ps(numbers + at, _mm512_mul_ps(_mm512_loadu_ps(numbers + at), _mm512_set1_ps(factor)));
+    store(numbers + at, load(numbers + at) * all_lanes(factor));
 }
 
 // Parts of a path injector: the norm of tokens, copies of its products, their scales, and the bias of the path's.

@@ -24,161 +24,110 @@ struct alignas(64) Rows {
   T queries[kMostQueries][kMostSize];
 };
 
-WIDE INLINE void transpose(__m512i* rows) {
-  __m512i pairs[16], fours[16];
-  for (int i = 0; i < 16; i += 2) {
-    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int half = 0; half < 2; ++half) {
-      fours[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + 2 + half]);
-      fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + 2 + half]);
-    }
-  for (int i = 0; i < 4; ++i) {  // a lane of 128 bits has four rows of one column
-    const __m512i a = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88);
-    const __m512i b = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd);
-    const __m512i d = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0xdd);
-    rows[i] = _mm512_shuffle_i32x4(a, b, 0x88);
-    rows[4 + i] = _mm512_shuffle_i32x4(c, d, 0x88);
-    rows[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    rows[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-}
-
-// e to the power of x <= 0, and 0 where float32 has no normal number.
-WIDE INLINE __m512 exponential(__m512 x) {
-  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.f), _CMP_NLE_UQ);  // NaN stays NaN
-  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
-  rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
-  __m512 sum = _mm512_set1_ps(1.f / 5040);
-  for (const float factor : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f})
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(factor));
-  return _mm512_maskz_scalef_ps(normal, sum, whole);
-}
-
-template <typename T>
-WIDE INLINE __m512 numbers(const void* from) {
-  if constexpr (sizeof(T) == 2) return widened(from);
-  return _mm512_loadu_ps(from);
-}
-
 // Keys `first` to `first` + 63 of a head, or 0 beyond the last.
 template <typename T>
 WIDE void load_keys(const Attention& task, const char* keys, int64_t first, Rows<T>& rows) {
   const int64_t lanes = task.size * sizeof(T) / 4;
   for (int part = 0; part < kParts; ++part)
     for (int64_t lane = 0; lane < lanes; lane += 16) {
-      __m512i found[16];
+      Words found[16];
       for (int i = 0; i < 16; ++i) {
         const int64_t place = first + 16 * part + i;
-        found[i] = place < task.length ? _mm512_loadu_si512(keys + place * task.key_strides[2] + 4 * lane)
-                                       : _mm512_setzero_si512();
+        found[i] = place < task.length ? load_words(keys + place * task.key_strides[2] + 4 * lane) : all_lanes(0);
       }
       transpose(found);
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(&rows.keys[lane + i][16 * part], found[i]);
+      for (int i = 0; i < 16; ++i) store_words(&rows.keys[lane + i][16 * part], found[i]);
     }
 }
 
 template <typename T, int N>
 WIDE void score(const Attention& task, Rows<T>& rows, int row) {
   const int64_t lanes = task.size * sizeof(T) / 4;
-  __m512 sums[N][kParts];
+  Floats sums[N][kParts];
   for (int i = 0; i < N; ++i)
-    for (int part = 0; part < kParts; ++part) sums[i][part] = _mm512_setzero_ps();
+    for (int part = 0; part < kParts; ++part) sums[i][part] = all_lanes(0.f);
   for (int64_t lane = 0; lane < lanes; ++lane)
 #pragma GCC unroll 6
     for (int i = 0; i < N; ++i) {
-      int32_t bits;
-      std::memcpy(&bits, reinterpret_cast<const char*>(rows.queries[row + i]) + 4 * lane, 4);
-      const __m512i query = _mm512_set1_epi32(bits);
+      const Words query = all_lanes(word_at(reinterpret_cast<const char*>(rows.queries[row + i]) + 4 * lane));
 #pragma GCC unroll 4
       for (int part = 0; part < kParts; ++part) {
-        const __m512i keys = _mm512_load_si512(&rows.keys[lane][16 * part]);
-        if constexpr (sizeof(T) == 2)
-          sums[i][part] = _mm512_dpbf16_ps(sums[i][part], (__m512bh)keys, (__m512bh)query);
-        else
-          sums[i][part] = _mm512_fmadd_ps(_mm512_castsi512_ps(keys), _mm512_castsi512_ps(query), sums[i][part]);
+        sums[i][part] = added_products<T>(sums[i][part], load_words(&rows.keys[lane][16 * part]), query);
       }
     }
   for (int i = 0; i < N; ++i)
     for (int part = 0; part < kParts; ++part)
-      _mm512_store_ps(&rows.scores[row + i][16 * part], _mm512_mul_ps(sums[i][part], _mm512_set1_ps(task.scaling)));
+      store(&rows.scores[row + i][16 * part], sums[i][part] * all_lanes(task.scaling));
 }
 
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
 // Scores of 16 keys under the mask; those beyond the last key are minus infinity.
-WIDE INLINE __m512 masked(const Attention& task, const char* mask, int64_t first, __m512 scores) {
+WIDE INLINE Floats masked(const Attention& task, const char* mask, int64_t first, Floats scores) {
   const int64_t left = task.length - first;
-  const __mmask16 inside = left >= 16 ? 0xffff : left > 0 ? (1 << left) - 1 : 0;
-  const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  if (!mask) return _mm512_mask_mov_ps(nothing, inside, scores);
-  if (task.mask_type == at::kBool) {
-    const __m128i bytes = _mm_maskz_loadu_epi8(inside, mask + first);
-    return _mm512_mask_mov_ps(nothing, _mm_test_epi8_mask(bytes, bytes), scores);
-  }
-  __m512 added;
-  if (task.mask_type == at::kBFloat16) {
-    const __m256i bits = _mm256_maskz_loadu_epi16(inside, mask + 2 * first);
-    added = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-  } else {
-    added = _mm512_maskz_loadu_ps(inside, mask + 4 * first);
-  }
-  return _mm512_mask_mov_ps(nothing, inside, _mm512_add_ps(scores, added));
+  if (left >= 16 && !mask) return scores;
+  alignas(64) float found[16];
+  store(found, scores);
+  if (left < 16) std::fill_n(found + std::max<int64_t>(left, 0), 16 - std::max<int64_t>(left, 0), kNothing);
+  if (!mask) return load(found);
+  const int64_t size = task.mask_type == at::kBool ? 1 : task.mask_type == at::kBFloat16 ? 2 : 4;
+  alignas(64) char own[64] = {};
+  if (left > 0) std::memcpy(own, mask + size * first, size * std::min<int64_t>(left, 16));
+  if (size == 1) return chosen(are_set(of_bytes(own)), load(found), all_lanes(kNothing));
+  return load(found) + (size == 2 ? widened(own) : load(reinterpret_cast<const float*>(own)));
 }
 
 // Turns the scores of a row into weights, relative to its highest score so far.
 template <typename T>
 WIDE void weigh(const Attention& task, Rows<T>& rows, int row, const char* mask, int64_t first) {
   float* scores = rows.scores[row];
-  const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __m512 found[kParts], most = nothing;
-  __mmask16 seen = 0;
+  const Floats nothing = all_lanes(kNothing);
+  Floats found[kParts], most = nothing;
+  uint32_t seen = 0;
   for (int part = 0; part < kParts; ++part) {
-    found[part] = masked(task, mask, first + 16 * part, _mm512_load_ps(scores + 16 * part));
-    most = _mm512_max_ps(most, found[part]);
-    seen |= _mm512_cmp_ps_mask(found[part], nothing, _CMP_NEQ_UQ);
+    found[part] = masked(task, mask, first + 16 * part, load(scores + 16 * part));
+    most = greater_of(most, found[part]);
+    seen |= bits_of(compared<_CMP_NEQ_UQ>(found[part], nothing));
   }
-  const float before = rows.highest[row], highest = std::max(before, _mm512_reduce_max_ps(most));
+  const float before = rows.highest[row], highest = std::max(before, greatest_of(most));
   if (!seen) {
     std::fill_n(scores, kKeys, 0.f);
     return;
   }
-  __m512 total = _mm512_setzero_ps();
+  Floats total = all_lanes(0.f);
   for (int part = 0; part < kParts; ++part) {
-    found[part] = exponential(_mm512_sub_ps(found[part], _mm512_set1_ps(highest)));
-    _mm512_store_ps(scores + 16 * part, found[part]);
-    total = _mm512_add_ps(total, found[part]);
+    found[part] = exponential(found[part] - all_lanes(highest));
+    store(scores + 16 * part, found[part]);
+    total = total + found[part];
   }
   if (highest > before) {
-    const float factor = _mm512_cvtss_f32(exponential(_mm512_set1_ps(before - highest)));
+    const float factor = first_lane(exponential(all_lanes(before - highest)));
     rows.total[row] *= factor, rows.highest[row] = highest;
     for (int64_t at = 0; at < task.size; at += 16)
-      _mm512_store_ps(rows.sums[row] + at, _mm512_mul_ps(_mm512_load_ps(rows.sums[row] + at), _mm512_set1_ps(factor)));
+      store(rows.sums[row] + at, load(rows.sums[row] + at) * all_lanes(factor));
   }
-  rows.total[row] += _mm512_reduce_add_ps(total);
+  rows.total[row] += sum_of(total);
 }
 
 // Adds the weighted values of a block to N rows, 16 C numbers of them from `at` on.
 template <typename T, int C, int N>
 WIDE void add_values(const Attention& task, Rows<T>& rows, int row, const char* values, int64_t at, int64_t count) {
-  __m512 sums[N][C];
+  Floats sums[N][C];
   for (int i = 0; i < N; ++i)
-    for (int c = 0; c < C; ++c) sums[i][c] = _mm512_load_ps(rows.sums[row + i] + at + 16 * c);
+    for (int c = 0; c < C; ++c) sums[i][c] = load(rows.sums[row + i] + at + 16 * c);
   values += at * sizeof(T);
   for (int64_t key = 0; key < count; ++key, values += task.value_strides[2]) {
-    __m512 found[C];
+    Floats found[C];
     for (int c = 0; c < C; ++c) found[c] = numbers<T>(values + 16 * c * sizeof(T));
 #pragma GCC unroll 6
     for (int i = 0; i < N; ++i) {
-      const __m512 weight = _mm512_set1_ps(rows.scores[row + i][key]);
+      const Floats weight = all_lanes(rows.scores[row + i][key]);
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) sums[i][c] = _mm512_fmadd_ps(found[c], weight, sums[i][c]);
+      for (int c = 0; c < C; ++c) sums[i][c] = fused(found[c], weight, sums[i][c]);
     }
   }
   for (int i = 0; i < N; ++i)
-    for (int c = 0; c < C; ++c) _mm512_store_ps(rows.sums[row + i] + at + 16 * c, sums[i][c]);
+    for (int c = 0; c < C; ++c) store(rows.sums[row + i] + at + 16 * c, sums[i][c]);
 }
 
 template <typename T, int N>
@@ -199,16 +148,8 @@ void by_few(int row, int count, const Each& each) {
 
 template <typename T>
 WIDE void write_out(const Attention& task, const Rows<T>& rows, int row, char* out) {
-  const __m512 share = _mm512_set1_ps(rows.total[row] == 0 ? 0 : 1 / rows.total[row]);
-  for (int64_t at = 0; at < task.size; at += 16, out += 16 * sizeof(T)) {
-    const __m512 mixed = _mm512_mul_ps(_mm512_load_ps(rows.sums[row] + at), share);
-    if constexpr (sizeof(T) == 2) {
-      const __m256bh rounded = _mm512_cvtneps_pbh(mixed);
-      std::memcpy(out, &rounded, 32);
-    } else {
-      _mm512_storeu_ps(out, mixed);
-    }
-  }
+  const Floats share = all_lanes(rows.total[row] == 0 ? 0.f : 1 / rows.total[row]);
+  for (int64_t at = 0; at < task.size; at += 16, out += 16 * sizeof(T)) put<T>(out, load(rows.sums[row] + at) * share);
 }
 
 // Rows `begin` to `end` of a key head: query i of head g among those that share it is row g * n + i.

@@ -25,12 +25,14 @@
 #include <unistd.h>
 #endif
 
-#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,fma")))
+#if !defined(HSDRAFT_AVX2)
 #define TILES \
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,f16c,fma,amx-tile,amx-bf16")))
-#define INLINE inline __attribute__((always_inline))
+#endif
 
 namespace {
+
+#include "vectors.h"
 
 // Blocks of 8 or 4 bits, each followed by a scale of each output, float16, and with 4 bits by a least value. Long ones
 // have both as float32, and kHalves8 a second scale for the last 16 inputs in place of the least value.
@@ -48,53 +50,41 @@ struct Task {
   int64_t rows, inputs, outputs;
 };
 
-// The scale and the least value, or second scale, of each weight in a vector: outputs 0 to 7, then 8 to 15, each twice.
+#if defined(HSDRAFT_AVX2)
+constexpr int kSides = 1;  // halves of 8 outputs that are summed together, as there are registers
+constexpr bool kPairsOfHalves = false;  // whether bfloat16 is multiplied as it is
+#else
+constexpr int kSides = 2;
+constexpr bool kPairsOfHalves = true;
+#endif
+
+// The scale and the least value, or second scale, of each weight in half a vector: of 8 outputs, each twice.
 struct Scales {
-  __m512 scale[2], least[2];
+  Floats scale, least;
 };
 
-WIDE INLINE void spread(__m512 all, __m512* found) {
-  found[0] = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), all);
-  found[1] = _mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), all);
-}
-
 template <int64_t F>
-WIDE INLINE Scales scales_of(const uint8_t* block) {
+WIDE INLINE Scales scales_of(const uint8_t* block, int side) {
   Scales found{};
   const uint8_t* place = block + (in_4_bits(F) ? 256 : 512);
-  if constexpr (F == kBlocks8 || F == kBlocks4)
-    spread(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(place))), found.scale);
-  if constexpr (F == kBlocks4)
-    spread(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(place + 32))), found.least);
+  if constexpr (F == kBlocks8 || F == kBlocks4) found.scale = doubled(of_halves(place), side);
+  if constexpr (F == kBlocks4) found.least = doubled(of_halves(place + 32), side);
   if constexpr (F >= kLong4) {
-    spread(_mm512_loadu_ps(place), found.scale);
-    spread(_mm512_loadu_ps(place + 64), found.least);
+    found.scale = doubled(load(reinterpret_cast<const float*>(place)), side);
+    found.least = doubled(load(reinterpret_cast<const float*>(place + 64)), side);
   }
   return found;
 }
 
-// Vector `pair` of a block, as float32.
+// Half of vector `pair` of a block, as float32.
 template <int64_t F>
-WIDE INLINE void dequantised(const uint8_t* block, const Scales& scales, int pair, __m512& low, __m512& high) {
-  if constexpr (in_4_bits(F)) {
-    const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);  // picked by 4 low bits
-    const __m128i* bytes = reinterpret_cast<const __m128i*>(block + 32 * (pair / 2));
-    const __m512i a = _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)), b = _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes + 1));
-    low = _mm512_permutexvar_ps(pair % 2 ? _mm512_srli_epi32(a, 4) : a, all);
-    high = _mm512_permutexvar_ps(pair % 2 ? _mm512_srli_epi32(b, 4) : b, all);
-  } else {
-    const __m128i* bytes = reinterpret_cast<const __m128i*>(block + 32 * pair);
-    low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
-    high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
-  }
-  if constexpr (F == kBlocks8 || F == kHalves8) {
-    const __m512* scale = F == kHalves8 && pair >= kPairs / 2 ? scales.least : scales.scale;
-    low = _mm512_mul_ps(low, scale[0]);
-    high = _mm512_mul_ps(high, scale[1]);
-  } else if constexpr (F != kInt8) {
-    low = _mm512_fmadd_ps(low, scales.scale[0], scales.least[0]);
-    high = _mm512_fmadd_ps(high, scales.scale[1], scales.least[1]);
-  }
+WIDE INLINE Floats dequantised(const uint8_t* block, const Scales& scales, int pair, int side) {
+  const Floats found = in_4_bits(F) ? four_bits(of_bytes(block + 32 * (pair / 2) + 16 * side), pair % 2)
+                                    : to_floats(of_signed_bytes(block + 32 * pair + 16 * side));
+  if constexpr (F == kBlocks8 || F == kHalves8)
+    return found * (F == kHalves8 && pair >= kPairs / 2 ? scales.least : scales.scale);
+  if constexpr (F != kInt8) return fused(found, scales.scale, scales.least);
+  return found;
 }
 
 // Asks for a block that is read soon: the processor itself stops at the end of each page.
@@ -103,37 +93,58 @@ INLINE void ask_for(const uint8_t* block) {
   for (int line = 0; line < kSizes[F]; line += 64) _mm_prefetch(block + 8 * kSizes[F] + line, _MM_HINT_T0);
 }
 
-template <int64_t F>
-WIDE INLINE __m512bh in_bfloat16(const uint8_t* block, const Scales& scales, int pair) {
-  __m512 low, high;
-  dequantised<F>(block, scales, pair, low, high);
-  return _mm512_cvtne2ps_pbh(high, low);
-}
-
-WIDE INLINE __m512 widened(const void* bfloat16s) {
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bfloat16s));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-
 // Writes the sums of a row's 16 outputs from `first` on.
 template <int64_t F, bool Half>
-WIDE INLINE void write(const Task& task, int64_t row, int64_t first, __m512 sums) {
-  if constexpr (F == kInt8) sums = _mm512_mul_ps(sums, _mm512_loadu_ps(task.scales + first));
-  const int64_t place = row * task.outputs + first;
-  if constexpr (Half) {
-    if (task.bias) sums = _mm512_add_ps(sums, widened(static_cast<const uint16_t*>(task.bias) + first));
-    const __m256bh rounded = _mm512_cvtneps_pbh(sums);
-    std::memcpy(static_cast<uint16_t*>(task.y) + place, &rounded, 32);
-  } else {
-    if (task.bias) sums = _mm512_add_ps(sums, _mm512_loadu_ps(static_cast<const float*>(task.bias) + first));
-    _mm512_storeu_ps(static_cast<float*>(task.y) + place, sums);
-  }
+WIDE INLINE void write(const Task& task, int64_t row, int64_t first, Floats sums) {
+  using T = std::conditional_t<Half, uint16_t, float>;
+  if constexpr (F == kInt8) sums = sums * load(task.scales + first);
+  if (task.bias) sums = sums + numbers<T>(static_cast<const T*>(task.bias) + first);
+  put<T>(static_cast<T*>(task.y) + row * task.outputs + first, sums);
 }
 
-WIDE INLINE __m512bh pair_of(const uint16_t* x) {
-  int32_t bits;
-  std::memcpy(&bits, x, 4);
-  return (__m512bh)_mm512_set1_epi32(bits);
+// 16 outputs of N rows from `row` on: sums of even and of odd inputs side by side, joined at the end. With `Half` weights
+// and outputs are rounded to bfloat16.
+template <int64_t F, bool Half, int N>
+WIDE void sums_of_products(const Task& task, int64_t row, int64_t group) {
+  const int64_t parts = task.inputs / kInputs;
+  Floats found[N][2];
+  for (int first = 0; first < 2; first += kSides) {
+    const uint8_t* block = task.blocks + group * parts * kSizes[F];
+    const float* x = static_cast<const float*>(task.x) + row * task.inputs;
+    Floats sums[N][kSides];
+    for (int i = 0; i < N; ++i)
+      for (int side = 0; side < kSides; ++side) sums[i][side] = all_lanes(0.f);
+    for (int64_t part = 0; part < parts; ++part, block += kSizes[F], x += kInputs) {
+      if (first == 0) ask_for<F>(block);
+      Scales scales[kSides];
+      for (int side = 0; side < kSides; ++side) scales[side] = scales_of<F>(block, first + side);
+      for (int two = 0; two < kPairs; two += 2)
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; ++k) {
+          Floats weights[kSides];
+          for (int side = 0; side < kSides; ++side) {
+            weights[side] = dequantised<F>(block, scales[side], two | k, first + side);
+            if constexpr (Half && F != kInt8) weights[side] = in_bfloat16(weights[side]);
+          }
+#pragma GCC unroll 32
+          for (int i = 0; i < N; ++i) {
+            const Floats inputs = pairs_of(x + i * task.inputs + 2 * (two | k));
+            for (int side = 0; side < kSides; ++side) sums[i][side] = fused(weights[side], inputs, sums[i][side]);
+          }
+        }
+    }
+    for (int i = 0; i < N; ++i)
+      for (int side = 0; side < kSides; ++side) found[i][first + side] = sums[i][side];
+  }
+  for (int i = 0; i < N; ++i)
+    write<F, Half>(task, row + i, group * kOutputs, sums_of_pairs(found[i][0], found[i][1]));
+}
+
+#if !defined(HSDRAFT_AVX2)
+
+template <int64_t F>
+WIDE INLINE __m512bh pairs_at(const uint8_t* block, const Scales (&scales)[2], int pair) {
+  return _mm512_cvtne2ps_pbh(dequantised<F>(block, scales[1], pair, 1), dequantised<F>(block, scales[0], pair, 0));
 }
 
 // 16 outputs of N rows from `row` on, by dot products of pairs of bfloat16.
@@ -146,74 +157,49 @@ WIDE void dots(const Task& task, int64_t row, int64_t group) {
   for (int i = 0; i < N; ++i) sums[i] = _mm512_setzero_ps();
   for (int64_t part = 0; part < parts; ++part, block += kSizes[F], x += kInputs) {
     ask_for<F>(block);
-    const Scales scales = scales_of<F>(block);
+    const Scales scales[] = {scales_of<F>(block, 0), scales_of<F>(block, 1)};
     for (int two = 0; two < kPairs; two += 2)
 #pragma GCC unroll 2
       for (int k = 0; k < 2; ++k) {
-        const __m512bh weights = in_bfloat16<F>(block, scales, two | k);
+        const __m512bh weights = pairs_at<F>(block, scales, two | k);
         const uint16_t* inputs = x + 2 * (two | k);
 #pragma GCC unroll 32
-        for (int i = 0; i < N; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], weights, pair_of(inputs + i * task.inputs));
+        for (int i = 0; i < N; ++i)
+          sums[i] = _mm512_dpbf16_ps(sums[i], weights, (__m512bh)all_lanes(word_at(inputs + i * task.inputs)));
       }
   }
   for (int i = 0; i < N; ++i) write<F, true>(task, row + i, group * kOutputs, sums[i]);
 }
 
-// The same in float32: sums of even and of odd inputs side by side, joined at the end.
-template <int64_t F, int N>
-WIDE void sums_of_products(const Task& task, int64_t row, int64_t group) {
-  const int64_t parts = task.inputs / kInputs;
-  const uint8_t* block = task.blocks + group * parts * kSizes[F];
-  const float* x = static_cast<const float*>(task.x) + row * task.inputs;
-  __m512 sums[N][2];
-  for (int i = 0; i < N; ++i) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
-  for (int64_t part = 0; part < parts; ++part, block += kSizes[F], x += kInputs) {
-    ask_for<F>(block);
-    const Scales scales = scales_of<F>(block);
-    for (int two = 0; two < kPairs; two += 2)
-#pragma GCC unroll 2
-      for (int k = 0; k < 2; ++k) {
-        __m512 low, high;
-        dequantised<F>(block, scales, two | k, low, high);
-#pragma GCC unroll 32
-        for (int i = 0; i < N; ++i) {
-          double both;
-          std::memcpy(&both, x + i * task.inputs + 2 * (two | k), 8);
-          const __m512 inputs = _mm512_castpd_ps(_mm512_set1_pd(both));
-          sums[i][0] = _mm512_fmadd_ps(low, inputs, sums[i][0]);
-          sums[i][1] = _mm512_fmadd_ps(high, inputs, sums[i][1]);
-        }
-      }
-  }
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-  for (int i = 0; i < N; ++i) {
-    const __m512 a = _mm512_permutex2var_ps(sums[i][0], even, sums[i][1]);
-    const __m512 b = _mm512_permutex2var_ps(sums[i][0], odd, sums[i][1]);
-    write<F, false>(task, row + i, group * kOutputs, _mm512_add_ps(a, b));
-  }
-}
+#endif
 
 // Takes all rows, as many at once as there are registers.
 template <int64_t F, bool Half, int N>
 void wide_rows(const Task& task, int64_t row, int64_t count, int64_t group) {
   if constexpr (N > 0) {
     if (count != N) return wide_rows<F, Half, N - 1>(task, row, count, group);
-    if constexpr (Half)
-      dots<F, N>(task, row, group);
-    else
-      sums_of_products<F, N>(task, row, group);
+#if !defined(HSDRAFT_AVX2)
+    if constexpr (Half) return dots<F, N>(task, row, group);
+#endif
+    sums_of_products<F, Half, N>(task, row, group);
   }
 }
 
 template <int64_t F, bool Half>
 void wide(const Task& task, int64_t begin, int64_t end) {
-  constexpr int64_t most = Half ? 24 : 12;
+  constexpr int64_t most = kSides == 1 ? 6 : Half ? 24 : 12;
   const int64_t turns = (task.rows + most - 1) / most, each = (task.rows + turns - 1) / turns;
   for (int64_t group = begin; group < end; ++group)
     for (int64_t row = 0; row < task.rows; row += each)
       wide_rows<F, Half, most>(task, row, std::min(each, task.rows - row), group);
 }
+
+#if defined(HSDRAFT_AVX2)
+
+bool has_tiles() { return false; }
+bool is_quick() { return true; }
+
+#else
 
 // The low and the high bytes of 0 to 127 as bfloat16.
 struct Tables {
@@ -247,11 +233,11 @@ TILES INLINE void looked_up(const uint8_t* numbers, const Tables& tables, __m512
 template <int64_t F>
 TILES INLINE void in_tile(const uint8_t* block, const Tables& tables, __m512bh* to) {
   ask_for<F>(block);
-  const Scales scales = scales_of<F>(block);
+  const Scales scales[] = {scales_of<F>(block, 0), scales_of<F>(block, 1)};
 #pragma GCC unroll 16
   for (int pair = 0; pair < kPairs; ++pair)
     if constexpr (F != kInt8)
-      to[pair] = in_bfloat16<F>(block, scales, pair);
+      to[pair] = pairs_at<F>(block, scales, pair);
     else if (pair % 2 == 0)
       looked_up(block + 32 * pair, tables, to + pair);
 }
@@ -304,11 +290,6 @@ TILES void tiles(const Task& task, int64_t begin, int64_t end) {
     _tile_release();
 }
 
-bool has_wide() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
-}
-
 bool has_tiles() {
 #if defined(__linux__)
   constexpr int request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM
@@ -324,14 +305,18 @@ bool has_tiles() {
 // Whether bfloat16 is multiplied by small weights quicker than by packed ones: Intel's dot products of pairs are not.
 bool is_quick() { return has_tiles() || __builtin_cpu_is("amd"); }
 
+#endif
+
 template <int64_t F>
 void run(const Task& task, bool half, bool with_tiles) {
   const int64_t groups = task.outputs / kOutputs;
   const int64_t grain = std::max<int64_t>(1, 32768 / (task.inputs * kOutputs));
   at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     if (!half) return wide<F, false>(task, begin, end);
-    if (!with_tiles) return wide<F, true>(task, begin, end);
-    return task.rows > 16 ? tiles<F, true>(task, begin, end) : tiles<F, false>(task, begin, end);
+#if !defined(HSDRAFT_AVX2)
+    if (with_tiles) return task.rows > 16 ? tiles<F, true>(task, begin, end) : tiles<F, false>(task, begin, end);
+#endif
+    wide<F, true>(task, begin, end);
   });
 }
 
@@ -347,14 +332,14 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
               "no such bias");
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
-  at::Tensor y = at::empty(sizes, x.options()), from = x.contiguous();
+  at::Tensor y = at::empty(sizes, x.options()), from = (kPairsOfHalves ? x : x.to(at::kFloat)).contiguous();
   Task task{from.const_data_ptr(), blocks.const_data_ptr<uint8_t>(), scales ? scales->const_data_ptr<float>() : nullptr,
             bias ? bias->const_data_ptr() : nullptr, y.mutable_data_ptr(), 0, inputs, outputs};
-  const int64_t size = half ? 2 : 4;
+  const int64_t size = half ? 2 : 4, size_of_x = from.element_size();
   for (int64_t row = 0; row < rows; row += kMostRows) {
     Task part = task;
     part.rows = std::min<int64_t>(rows - row, kMostRows);
-    part.x = static_cast<const char*>(task.x) + row * inputs * size;
+    part.x = static_cast<const char*>(task.x) + row * inputs * size_of_x;
     part.y = static_cast<char*>(task.y) + row * outputs * size;
     const bool with_tiles = half && by_tiles && has_tiles();
     constexpr decltype(&run<kInt8>) runs[] = {run<kInt8>,  run<kBlocks8>, run<kBlocks4>,
@@ -396,9 +381,9 @@ at::Tensor sums(const at::Tensor& rows, int64_t parts) {
 // The name of the library, which a compiler is given, has a digest of these files: another version may be loaded too.
 #define DEFINE(name)                                                                                            \
   TORCH_LIBRARY(name, library) {                                                                                \
-    library.def("runs_here() -> bool", [] { return has_wide(); });                                              \
-    library.def("has_tiles() -> bool", [] { return has_wide() && has_tiles(); });                               \
-    library.def("is_quick() -> bool", [] { return has_wide() && is_quick(); });                                 \
+    library.def("runs_here() -> bool", [] { return has_vectors(); });                                              \
+    library.def("has_tiles() -> bool", [] { return has_vectors() && has_tiles(); });                               \
+    library.def("is_quick() -> bool", [] { return has_vectors() && is_quick(); });                                 \
     library.def(                                                                                                \
         "product(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int outputs, int format, bool by_tiles)" \
         " -> Tensor");                                                                                          \

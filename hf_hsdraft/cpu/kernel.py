@@ -35,8 +35,8 @@ class Kernel:
     """Compiles and loads the operators of a source once for a process. Thread-safe.
 
     Args:
-        source: for Linux on x86-64 with AVX-512. Defines a library of the name `HSDRAFT_LIBRARY` with an operator
-            `runs_here`.
+        source: for Linux on x86-64 with AVX-512 and its bfloat16, or with AVX2 where `HSDRAFT_AVX2` is defined. Defines
+            a library of the name `HSDRAFT_LIBRARY` with an operator `runs_here`.
         what: its name in messages.
         trial: whether the operators, which it is given, are right.
     """
@@ -90,9 +90,7 @@ class Kernel:
     @cached_property
     def _may_run(self) -> bool:
         of_this_kind = sys.platform == "linux" and platform.machine() == "x86_64"
-        if not of_this_kind or torch.backends.cpu.get_cpu_capability() != "AVX512":
-            return False
-        if "avx512_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8").split():
+        if not of_this_kind or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
             return False  # before a compiler works in vain
         try:
             return is_own(self._file) or cpp_compiler() is not None
@@ -101,9 +99,16 @@ class Kernel:
             return False
 
     @cached_property
+    def _flags(self) -> tuple[str, ...]:
+        wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+        if wide and "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split():
+            return _FLAGS
+        return *_FLAGS, "-DHSDRAFT_AVX2"
+
+    @cached_property
     def _library(self) -> str:
         files = self._source, *sorted(self._source.parent.glob("*.h"))  # it includes these
-        parts = torch.__version__, *_FLAGS, *(file.read_text(encoding="utf-8") for file in files)
+        parts = torch.__version__, *self._flags, *(file.read_text(encoding="utf-8") for file in files)
         return f"hsdraft_{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}"
 
     @cached_property
@@ -121,7 +126,7 @@ class Kernel:
         # file that a crash of the machine has cut off would end each process that loads it.
         script = 'umask 077; made=$1; shift; "$@" && { sync "$made"; mv -f "$made" "$0"; }'
         command = ["sh", "-c", script, str(self._file), str(partial)]
-        command += [compiler, *_FLAGS, f"-DHSDRAFT_LIBRARY={self._library}", *places, f"-L{of_torch / 'lib'}"]
+        command += [compiler, *self._flags, f"-DHSDRAFT_LIBRARY={self._library}", *places, f"-L{of_torch / 'lib'}"]
         command += [str(self._source), "-lc10", "-ltorch_cpu", "-o", str(partial)]
         process = start_compiler(command, at_once=at_once)
         if process is not None:

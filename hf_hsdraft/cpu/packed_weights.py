@@ -80,7 +80,12 @@ def has_kernel(weight: torch.Tensor) -> bool:
     """Whether a kernel here multiplies by a copy of `weight`."""
     if quantised_parts(weight) is not None:
         return KERNEL.operators() is not None
-    return _is_dense(weight) and _multiplies(weight.dtype)
+    return _is_dense(weight) and (_multiplies(weight.dtype) or _in_blocks(weight))
+
+
+def _in_blocks(weight: torch.Tensor) -> bool:
+    """Whether a kernel of ours multiplies by the blocks of a weight's file."""
+    return has_blocks(weight) and KERNEL.operators() is not None
 
 
 def _is_dense(weight: torch.Tensor) -> bool:
@@ -260,7 +265,9 @@ def _can_be_packed(module: Any, dtype: torch.dtype, multiplies: Callable[[torch.
         return False
     if tuple(weight.shape) != (module.out_features, module.in_features):
         return False
-    return KERNEL.operators() is not None if quantised else _is_dense(weight) and multiplies(dtype)
+    if quantised:
+        return KERNEL.operators() is not None
+    return _is_dense(weight) and (multiplies(dtype) or _in_blocks(weight))
 
 
 _FORWARD = nn.Linear.forward
