@@ -22,29 +22,29 @@ struct Decoder {
 };
 
 template <typename T>
-WIDE void norm_row(const T* x, const T* weight, T* to, int64_t size, double eps, bool from_zero) {
-  Floats squares = all_lanes(0.f);
-  for (int64_t at = 0; at < size; at += 16) {
+void norm_row(const T* x, const T* weight, T* to, int64_t size, double eps, bool from_zero) {
+  Floats squares = splat(0.f);
+  for (int64_t at = 0; at < size; at += kWidth) {
     const Floats found = numbers<T>(x + at);
     squares = fused(found, found, squares);
   }
-  const Floats factor = all_lanes(1 / std::sqrt(sum_of(squares) / size + static_cast<float>(eps)));
-  for (int64_t at = 0; at < size; at += 16) {
+  const Floats factor = splat(1 / std::sqrt(sum_of(squares) / size + static_cast<float>(eps)));
+  for (int64_t at = 0; at < size; at += kWidth) {
     const Floats levelled = numbers<T>(x + at) * factor, own = numbers<T>(weight + at);
-    put<T>(to + at, from_zero ? levelled * (own + all_lanes(1.f)) : rounded<T>(levelled) * own);
+    put<T>(to + at, from_zero ? levelled * (own + splat(1.f)) : rounded<T>(levelled) * own);
   }
 }
 
 template <typename T>
-WIDE INLINE Floats times(Floats x, const T* y) {
+INLINE Floats times(Floats x, const T* y) {
   return rounded<T>(x * numbers<T>(y));
 }
 
 // x to x cos + (-second half of x, first half of x) sin.
 template <typename T>
-WIDE void rotate(const T* x, const T* cos, const T* sin, T* to, int64_t size) {
+void rotate(const T* x, const T* cos, const T* sin, T* to, int64_t size) {
   const int64_t half = size / 2;
-  for (int64_t at = 0; at < half; at += 16) {
+  for (int64_t at = 0; at < half; at += kWidth) {
     const Floats a = numbers<T>(x + at), b = numbers<T>(x + half + at);
     const Floats low = times(a, cos + at) - times(b, sin + at);
     const Floats high = times(b, cos + half + at) + times(a, sin + half + at);
@@ -53,20 +53,20 @@ WIDE void rotate(const T* x, const T* cos, const T* sin, T* to, int64_t size) {
 }
 
 template <typename T>
-WIDE void activate(const T* gate, const T* up, T* to, int64_t size, bool gelu) {
-  for (int64_t at = 0; at < size; at += 16) {
+void activate(const T* gate, const T* up, T* to, int64_t size, bool gelu) {
+  for (int64_t at = 0; at < size; at += kWidth) {
     const Floats x = numbers<T>(gate + at);
     Floats inside = x;
     if (gelu) {  // x / 2 (1 + tanh(y / 2)) is x sigmoid(y)
-      inside = fused(x * x * x, all_lanes(0.044715f), x) * all_lanes(1.5957691216f);
+      inside = fused(x * x * x, splat(0.044715f), x) * splat(1.5957691216f);
     }
     put<T>(to + at, rounded<T>(x * sigmoid(inside)) * numbers<T>(up + at));
   }
 }
 
 template <typename T>
-WIDE void add_row(const T* a, const T* b, T* to, int64_t size) {
-  for (int64_t at = 0; at < size; at += 16) put<T>(to + at, numbers<T>(a + at) + numbers<T>(b + at));
+void add_row(const T* a, const T* b, T* to, int64_t size) {
+  for (int64_t at = 0; at < size; at += kWidth) put<T>(to + at, numbers<T>(a + at) + numbers<T>(b + at));
 }
 
 template <typename T>

@@ -7,7 +7,7 @@ constexpr int64_t kOfNormed = 3;
 
 // Cosines and sines `[2, positions, size]` of rotations.
 template <typename T>
-WIDE at::Tensor angles_of(const std::vector<int64_t>& positions, const at::Tensor& frequencies, const at::Tensor& like) {
+at::Tensor angles_of(const std::vector<int64_t>& positions, const at::Tensor& frequencies, const at::Tensor& like) {
   const int64_t half = frequencies.numel(), count = positions.size();
   at::Tensor both = at::empty({2, count, 2 * half}, like.options());
   const float* turns = read<float>(frequencies);
@@ -18,7 +18,7 @@ WIDE at::Tensor angles_of(const std::vector<int64_t>& positions, const at::Tenso
       const float angle = static_cast<float>(positions[row]) * turns[at];
       cosines[at] = std::cos(angle), sines[at] = std::sin(angle);
     }
-    for (int64_t at = 0; at < half; at += 16)
+    for (int64_t at = 0; at < half; at += kWidth)
       for (T* side : {cos, cos + half, sin, sin + half})
         put<T>(side + at, load((side == cos || side == cos + half ? cosines : sines).data() + at));
   }
@@ -148,18 +148,18 @@ struct Best {
   }
 };
 
-// Adds what is left of the probability of logits `[count]`, a multiple of 16, to a parent's score.
-WIDE void add_children(const float* logits, int64_t count, float score, int32_t parent, Best& best) {
-  Floats highest = load(logits), sums = all_lanes(0.f);
-  for (int64_t at = 16; at < count; at += 16) highest = greater_of(highest, load(logits + at));
+// Adds what is left of the probability of logits `[count]`, whole vectors, to a parent's score.
+void add_children(const float* logits, int64_t count, float score, int32_t parent, Best& best) {
+  Floats highest = load(logits), sums = splat(0.f);
+  for (int64_t at = kWidth; at < count; at += kWidth) highest = greater_of(highest, load(logits + at));
   const float top = greatest_of(highest);
-  for (int64_t at = 0; at < count; at += 16) sums = sums + exponential(load(logits + at) - all_lanes(top));
+  for (int64_t at = 0; at < count; at += kWidth) sums = sums + exponential(load(logits + at) - splat(top));
   const float log_sum = top + std::log(sum_of(sums));
-  for (int64_t at = 0; at < count; at += 16) {
-    const Floats scores = all_lanes(score) + (load(logits + at) - all_lanes(log_sum));
-    uint32_t left = bits_of(compared<_CMP_GT_OQ>(scores, all_lanes(best.least())));
+  for (int64_t at = 0; at < count; at += kWidth) {
+    const Floats scores = splat(score) + (load(logits + at) - splat(log_sum));
+    uint32_t left = bits_of(compared<_CMP_GT_OQ>(scores, splat(best.least())));
     if (!left) continue;
-    alignas(64) float each[16];
+    alignas(64) float each[kWidth];
     store(each, scores);
     for (; left; left &= left - 1) {
       const int lane = __builtin_ctz(left);
@@ -169,11 +169,11 @@ WIDE void add_children(const float* logits, int64_t count, float score, int32_t 
 }
 
 // The columns of a draft vocabulary that a search considers, with rows `[columns, rank]` of the bias's last product.
-// Numbers of 16 columns are side by side, of bfloat16 pairs of numbers.
+// Numbers of a vector of columns are side by side, of bfloat16 pairs of numbers.
 template <typename T>
 struct Columns {
   static constexpr int64_t kEach = 4 / sizeof(T);  // numbers that are multiplied at once
-  std::vector<int64_t> ids;  // the last one again up to a multiple of 16
+  std::vector<int64_t> ids;  // the last one again up to whole vectors
   int64_t count, words = 0;
   std::vector<uint32_t> panel;
 
@@ -194,13 +194,13 @@ struct Columns {
     for (; counts[least] < left; --least) left -= counts[least];
     for (int64_t at = 0; at < all; ++at)
       if (keys[at] > least || (keys[at] == least && left-- > 0)) ids.push_back(at);
-    ids.resize((count + 15) / 16 * 16, ids.back());
+    ids.resize((count + kWidth - 1) / kWidth * kWidth, ids.back());
   }
 
-  WIDE static void highest_of(const T* logits, int64_t depth, int64_t all, float* highest) {
+  static void highest_of(const T* logits, int64_t depth, int64_t all, float* highest) {
     int64_t at = 0;
-    for (; at + 16 <= all; at += 16) {
-      Floats found = all_lanes(kNothing);  // also where a logit is NaN
+    for (; at + kWidth <= all; at += kWidth) {
+      Floats found = splat(kNothing);  // also where a logit is NaN
       for (int64_t row = 0; row < depth; ++row) found = greater_of(numbers<T>(logits + row * all + at), found);
       store(highest + at, found);
     }
@@ -224,30 +224,30 @@ struct Columns {
       to[at] = static_cast<int64_t>(at) < count ? number(logits[ids[at]]) : -std::numeric_limits<float>::infinity();
   }
 
-  WIDE void pack(const T* up, int64_t rank) {
+  void pack(const T* up, int64_t rank) {
     words = rank / kEach;
     panel.resize(ids.size() * words);
-    for (size_t group = 0; group < ids.size(); group += 16)
-      for (int64_t word = 0; word < words; word += 16) {
-        Words rows[16];
-        for (int lane = 0; lane < 16; ++lane) rows[lane] = load_words(up + ids[group + lane] * rank + word * kEach);
+    for (size_t group = 0; group < ids.size(); group += kWidth)
+      for (int64_t word = 0; word < words; word += kWidth) {
+        Words rows[kWidth];
+        for (int lane = 0; lane < kWidth; ++lane) rows[lane] = load_words(up + ids[group + lane] * rank + word * kEach);
         transpose(rows);
-        for (int i = 0; i < 16; ++i) store_words(panel.data() + group * words + 16 * (word + i), rows[i]);
+        for (int i = 0; i < kWidth; ++i) store_words(panel.data() + group * words + kWidth * (word + i), rows[i]);
       }
   }
 
-  // Logits of 16 columns for N nodes with codes `[N, rank]`: those before, plus the bias.
+  // Logits of a vector of columns for N nodes with codes `[N, rank]`: those before, plus the bias.
   template <int N>
-  WIDE void add_bias(const float* before, const T* codes, size_t group, float* to) const {
+  void add_bias(const float* before, const T* codes, size_t group, float* to) const {
     const Floats own = load(before + group);
     const uint32_t* weights = panel.data() + group * words;
     const int64_t rank = words * kEach;
     Floats sums[N];
-    for (int i = 0; i < N; ++i) sums[i] = all_lanes(0.f);
-    for (int64_t word = 0; word < words; ++word, weights += 16) {
+    for (int i = 0; i < N; ++i) sums[i] = splat(0.f);
+    for (int64_t word = 0; word < words; ++word, weights += kWidth) {
       const Words found = load_words(weights);
       for (int i = 0; i < N; ++i)
-        sums[i] = added_products<T>(sums[i], found, all_lanes(word_at(codes + i * rank + kEach * word)));
+        sums[i] = added_products<T>(sums[i], found, splat_words(word_at(codes + i * rank + kEach * word)));
     }
     for (int i = 0; i < N; ++i)
       store(to + i * ids.size() + group, rounded<T>(own + rounded<T>(sums[i])));
@@ -256,18 +256,18 @@ struct Columns {
 
 // path + sigmoid(gate) (tanh(candidate) - path), in place.
 template <typename T>
-WIDE void follow_path(T* path, const T* gate, const T* candidate, int64_t size) {
-  for (int64_t at = 0; at < size; at += 16) {
-    const Floats before = numbers<T>(path + at), two = all_lanes(2.f);
-    const Floats next = sigmoid(numbers<T>(candidate + at) * two) * two - all_lanes(1.f);
+void follow_path(T* path, const T* gate, const T* candidate, int64_t size) {
+  for (int64_t at = 0; at < size; at += kWidth) {
+    const Floats before = numbers<T>(path + at), two = splat(2.f);
+    const Floats next = sigmoid(numbers<T>(candidate + at) * two) * two - splat(1.f);
     const Floats weight = rounded<T>(sigmoid(numbers<T>(gate + at)));
     put<T>(path + at, fused(weight, rounded<T>(next) - before, before));
   }
 }
 
-WIDE void scale(float* numbers, int64_t count, float factor) {
-  for (int64_t at = 0; at < count; at += 16)
-    store(numbers + at, load(numbers + at) * all_lanes(factor));
+void scale(float* numbers, int64_t count, float factor) {
+  for (int64_t at = 0; at < count; at += kWidth)
+    store(numbers + at, load(numbers + at) * splat(factor));
 }
 
 // Parts of a path injector: the norm of tokens, copies of its products, their scales, and the bias of the path's.
@@ -340,11 +340,11 @@ struct Search {
       if (told) {
         const at::Tensor codes = coded(states, level);
         after.resize(n * count);
-        at::parallel_for(0, count / 16, 32, [&](int64_t begin, int64_t end) {
+        at::parallel_for(0, count / kWidth, 32, [&](int64_t begin, int64_t end) {
           for (int64_t group = begin; group < end; ++group)
             by_few<8>(0, n, [&](int row, auto few) {
               columns.template add_bias<decltype(few)::value>(before.data(), read<T>(codes) + row * codes.size(1),
-                                                              16 * group, after.data() + row * count);
+                                                              kWidth * group, after.data() + row * count);
             });
         });
       }

@@ -1,11 +1,12 @@
 // Attention of few queries over a cache: those of all heads that share keys read each key once.
 //
-// A task has a few rows, queries of one text and one key head. Keys come in blocks of 64, transposed in registers to
-// [size][64], so that a vector holds one number of 16 keys. The softmax is kept running over the blocks (FlashAttention,
+// A task has a few rows, queries of one text and one key head. Keys come in blocks, transposed in registers to
+// [size][keys], so that a vector holds one number of several keys. The softmax is kept running over the blocks (FlashAttention,
 // algorithm 1), in float32.
 #pragma once
 
-constexpr int kKeys = 64, kParts = kKeys / 16, kMostQueries = 24, kTogether = 6, kMostSize = 256;
+constexpr int kParts = 4, kKeys = kParts * kWidth, kMostQueries = 24, kMostSize = 256;
+constexpr int kTogether = kWidth == 16 ? 6 : 3;  // rows, as there are registers
 
 struct Attention {
   const char *query, *key, *value, *mask;  // [B, heads, n, size], [B, key heads, length, size] twice, [B, 1, n, length]
@@ -24,68 +25,69 @@ struct alignas(64) Rows {
   T queries[kMostQueries][kMostSize];
 };
 
-// Keys `first` to `first` + 63 of a head, or 0 beyond the last.
+// A block of keys of a head from `first` on, or 0 beyond the last.
 template <typename T>
-WIDE void load_keys(const Attention& task, const char* keys, int64_t first, Rows<T>& rows) {
+void load_keys(const Attention& task, const char* keys, int64_t first, Rows<T>& rows) {
   const int64_t lanes = task.size * sizeof(T) / 4;
   for (int part = 0; part < kParts; ++part)
-    for (int64_t lane = 0; lane < lanes; lane += 16) {
-      Words found[16];
-      for (int i = 0; i < 16; ++i) {
-        const int64_t place = first + 16 * part + i;
-        found[i] = place < task.length ? load_words(keys + place * task.key_strides[2] + 4 * lane) : all_lanes(0);
+    for (int64_t lane = 0; lane < lanes; lane += kWidth) {
+      Words found[kWidth];
+      for (int i = 0; i < kWidth; ++i) {
+        const int64_t place = first + kWidth * part + i;
+        found[i] = place < task.length ? load_words(keys + place * task.key_strides[2] + 4 * lane) : splat_words(0);
       }
       transpose(found);
-      for (int i = 0; i < 16; ++i) store_words(&rows.keys[lane + i][16 * part], found[i]);
+      for (int i = 0; i < kWidth; ++i) store_words(&rows.keys[lane + i][kWidth * part], found[i]);
     }
 }
 
 template <typename T, int N>
-WIDE void score(const Attention& task, Rows<T>& rows, int row) {
+void score(const Attention& task, Rows<T>& rows, int row) {
   const int64_t lanes = task.size * sizeof(T) / 4;
   Floats sums[N][kParts];
   for (int i = 0; i < N; ++i)
-    for (int part = 0; part < kParts; ++part) sums[i][part] = all_lanes(0.f);
+    for (int part = 0; part < kParts; ++part) sums[i][part] = splat(0.f);
   for (int64_t lane = 0; lane < lanes; ++lane)
 #pragma GCC unroll 6
     for (int i = 0; i < N; ++i) {
-      const Words query = all_lanes(word_at(reinterpret_cast<const char*>(rows.queries[row + i]) + 4 * lane));
+      const Words query = splat_words(word_at(reinterpret_cast<const char*>(rows.queries[row + i]) + 4 * lane));
 #pragma GCC unroll 4
       for (int part = 0; part < kParts; ++part) {
-        sums[i][part] = added_products<T>(sums[i][part], load_words(&rows.keys[lane][16 * part]), query);
+        sums[i][part] = added_products<T>(sums[i][part], load_words(&rows.keys[lane][kWidth * part]), query);
       }
     }
   for (int i = 0; i < N; ++i)
     for (int part = 0; part < kParts; ++part)
-      store(&rows.scores[row + i][16 * part], sums[i][part] * all_lanes(task.scaling));
+      store(&rows.scores[row + i][kWidth * part], sums[i][part] * splat(task.scaling));
 }
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// Scores of 16 keys under the mask; those beyond the last key are minus infinity.
-WIDE INLINE Floats masked(const Attention& task, const char* mask, int64_t first, Floats scores) {
+// Scores of a vector of keys under the mask; those beyond the last key are minus infinity.
+INLINE Floats masked(const Attention& task, const char* mask, int64_t first, Floats scores) {
   const int64_t left = task.length - first;
-  if (left >= 16 && !mask) return scores;
-  alignas(64) float found[16];
+  if (left >= kWidth && !mask) return scores;
+  alignas(64) float found[kWidth];
   store(found, scores);
-  if (left < 16) std::fill_n(found + std::max<int64_t>(left, 0), 16 - std::max<int64_t>(left, 0), kNothing);
+  const int64_t inside = std::clamp<int64_t>(left, 0, kWidth);
+  std::fill_n(found + inside, kWidth - inside, kNothing);
   if (!mask) return load(found);
   const int64_t size = task.mask_type == at::kBool ? 1 : task.mask_type == at::kBFloat16 ? 2 : 4;
-  alignas(64) char own[64] = {};
-  if (left > 0) std::memcpy(own, mask + size * first, size * std::min<int64_t>(left, 16));
-  if (size == 1) return chosen(are_set(of_bytes(own)), load(found), all_lanes(kNothing));
+  alignas(64) uint8_t own[4 * kWidth] = {};
+  if (inside) std::memcpy(own, mask + size * first, size * inside);
+  if (size == 1) return chosen(are_set(of_bytes(own)), load(found), splat(kNothing));
   return load(found) + (size == 2 ? widened(own) : load(reinterpret_cast<const float*>(own)));
 }
 
 // Turns the scores of a row into weights, relative to its highest score so far.
 template <typename T>
-WIDE void weigh(const Attention& task, Rows<T>& rows, int row, const char* mask, int64_t first) {
+void weigh(const Attention& task, Rows<T>& rows, int row, const char* mask, int64_t first) {
   float* scores = rows.scores[row];
-  const Floats nothing = all_lanes(kNothing);
+  const Floats nothing = splat(kNothing);
   Floats found[kParts], most = nothing;
   uint32_t seen = 0;
   for (int part = 0; part < kParts; ++part) {
-    found[part] = masked(task, mask, first + 16 * part, load(scores + 16 * part));
+    found[part] = masked(task, mask, first + kWidth * part, load(scores + kWidth * part));
     most = greater_of(most, found[part]);
     seen |= bits_of(compared<_CMP_NEQ_UQ>(found[part], nothing));
   }
@@ -94,62 +96,53 @@ WIDE void weigh(const Attention& task, Rows<T>& rows, int row, const char* mask,
     std::fill_n(scores, kKeys, 0.f);
     return;
   }
-  Floats total = all_lanes(0.f);
+  Floats total = splat(0.f);
   for (int part = 0; part < kParts; ++part) {
-    found[part] = exponential(found[part] - all_lanes(highest));
-    store(scores + 16 * part, found[part]);
+    found[part] = exponential(found[part] - splat(highest));
+    store(scores + kWidth * part, found[part]);
     total = total + found[part];
   }
   if (highest > before) {
-    const float factor = first_lane(exponential(all_lanes(before - highest)));
+    const float factor = first_of(exponential(splat(before - highest)));
     rows.total[row] *= factor, rows.highest[row] = highest;
-    for (int64_t at = 0; at < task.size; at += 16)
-      store(rows.sums[row] + at, load(rows.sums[row] + at) * all_lanes(factor));
+    for (int64_t at = 0; at < task.size; at += kWidth)
+      store(rows.sums[row] + at, load(rows.sums[row] + at) * splat(factor));
   }
   rows.total[row] += sum_of(total);
 }
 
-// Adds the weighted values of a block to N rows, 16 C numbers of them from `at` on.
+// Adds the weighted values of a block to N rows, C vectors of them from `at` on.
 template <typename T, int C, int N>
-WIDE void add_values(const Attention& task, Rows<T>& rows, int row, const char* values, int64_t at, int64_t count) {
+void add_values(const Attention& task, Rows<T>& rows, int row, const char* values, int64_t at, int64_t count) {
   Floats sums[N][C];
   for (int i = 0; i < N; ++i)
-    for (int c = 0; c < C; ++c) sums[i][c] = load(rows.sums[row + i] + at + 16 * c);
+    for (int c = 0; c < C; ++c) sums[i][c] = load(rows.sums[row + i] + at + kWidth * c);
   values += at * sizeof(T);
   for (int64_t key = 0; key < count; ++key, values += task.value_strides[2]) {
     Floats found[C];
-    for (int c = 0; c < C; ++c) found[c] = numbers<T>(values + 16 * c * sizeof(T));
+    for (int c = 0; c < C; ++c) found[c] = numbers<T>(values + kWidth * c * sizeof(T));
 #pragma GCC unroll 6
     for (int i = 0; i < N; ++i) {
-      const Floats weight = all_lanes(rows.scores[row + i][key]);
+      const Floats weight = splat(rows.scores[row + i][key]);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[i][c] = fused(found[c], weight, sums[i][c]);
     }
   }
   for (int i = 0; i < N; ++i)
-    for (int c = 0; c < C; ++c) store(rows.sums[row + i] + at + 16 * c, sums[i][c]);
+    for (int c = 0; c < C; ++c) store(rows.sums[row + i] + at + kWidth * c, sums[i][c]);
 }
 
 template <typename T, int N>
 void add_all_values(const Attention& task, Rows<T>& rows, int row, const char* values, int64_t count) {
   int64_t at = 0;
-  for (; at + 64 <= task.size; at += 64) add_values<T, 4, N>(task, rows, row, values, at, count);
-  for (; at < task.size; at += 32) add_values<T, 2, N>(task, rows, row, values, at, count);
-}
-
-// Calls `each` with the first of up to `kTogether` rows, and their number as a constant.
-template <int N = kTogether, typename Each>
-void by_few(int row, int count, const Each& each) {
-  if constexpr (N > 0) {
-    for (; count >= N; row += N, count -= N) each(row, std::integral_constant<int, N>());
-    by_few<N - 1>(row, count, each);
-  }
+  for (; at + 4 * kWidth <= task.size; at += 4 * kWidth) add_values<T, 4, N>(task, rows, row, values, at, count);
+  for (; at < task.size; at += 2 * kWidth) add_values<T, 2, N>(task, rows, row, values, at, count);
 }
 
 template <typename T>
-WIDE void write_out(const Attention& task, const Rows<T>& rows, int row, char* out) {
-  const Floats share = all_lanes(rows.total[row] == 0 ? 0.f : 1 / rows.total[row]);
-  for (int64_t at = 0; at < task.size; at += 16, out += 16 * sizeof(T)) put<T>(out, load(rows.sums[row] + at) * share);
+void write_out(const Attention& task, const Rows<T>& rows, int row, char* out) {
+  const Floats share = splat(rows.total[row] == 0 ? 0.f : 1 / rows.total[row]);
+  for (int64_t at = 0; at < task.size; at += kWidth, out += kWidth * sizeof(T)) put<T>(out, load(rows.sums[row] + at) * share);
 }
 
 // Rows `begin` to `end` of a key head: query i of head g among those that share it is row g * n + i.
@@ -172,11 +165,11 @@ void attend_rows(const Attention& task, int64_t text, int64_t head, int64_t begi
   const char* values = task.value + text * task.value_strides[0] + head * task.value_strides[1];
   for (int64_t first = 0; first < task.length; first += kKeys) {
     load_keys<T>(task, keys, first, rows);
-    by_few(0, count, [&](int row, auto few) { score<T, decltype(few)::value>(task, rows, row); });
+    by_few<kTogether>(0, count, [&](int row, auto few) { score<T, decltype(few)::value>(task, rows, row); });
     for (int row = 0; row < count; ++row) weigh<T>(task, rows, row, masks[row], first);
     const int64_t left = std::min<int64_t>(kKeys, task.length - first);
     const char* block = values + first * task.value_strides[2];
-    by_few(0, count, [&](int row, auto few) { add_all_values<T, decltype(few)::value>(task, rows, row, block, left); });
+    by_few<kTogether>(0, count, [&](int row, auto few) { add_all_values<T, decltype(few)::value>(task, rows, row, block, left); });
   }
   for (int row = 0; row < count; ++row) {
     const int64_t group = (begin + row) / task.n, place = (begin + row) % task.n;

@@ -25,11 +25,6 @@
 #include <unistd.h>
 #endif
 
-#if !defined(HSDRAFT_AVX2)
-#define TILES \
-  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,f16c,fma,amx-tile,amx-bf16")))
-#endif
-
 namespace {
 
 #include "vectors.h"
@@ -50,37 +45,36 @@ struct Task {
   int64_t rows, inputs, outputs;
 };
 
-#if defined(HSDRAFT_AVX2)
-constexpr int kSides = 1;  // halves of 8 outputs that are summed together, as there are registers
-constexpr bool kPairsOfHalves = false;  // whether bfloat16 is multiplied as it is
+constexpr int kVectors = 2 * kOutputs / kWidth;  // of a pair of inputs of all outputs
+#if defined(__AVX512BF16__)
+constexpr bool kPairsOfHalves = true;  // whether bfloat16 is multiplied as it is
 #else
-constexpr int kSides = 2;
-constexpr bool kPairsOfHalves = true;
+constexpr bool kPairsOfHalves = false;
 #endif
 
-// The scale and the least value, or second scale, of each weight in half a vector: of 8 outputs, each twice.
+// The scale and the least value, or second scale, of each weight in a vector.
 struct Scales {
   Floats scale, least;
 };
 
 template <int64_t F>
-WIDE INLINE Scales scales_of(const uint8_t* block, int side) {
+INLINE Scales scales_of(const uint8_t* block, int vector) {
   Scales found{};
-  const uint8_t* place = block + (in_4_bits(F) ? 256 : 512);
-  if constexpr (F == kBlocks8 || F == kBlocks4) found.scale = doubled(of_halves(place), side);
-  if constexpr (F == kBlocks4) found.least = doubled(of_halves(place + 32), side);
+  const uint8_t* place = block + (in_4_bits(F) ? 256 : 512) + (F >= kLong4 ? 2 : 1) * kWidth * vector;
+  if constexpr (F == kBlocks8 || F == kBlocks4) found.scale = doubled_halves(place);
+  if constexpr (F == kBlocks4) found.least = doubled_halves(place + 32);
   if constexpr (F >= kLong4) {
-    found.scale = doubled(load(reinterpret_cast<const float*>(place)), side);
-    found.least = doubled(load(reinterpret_cast<const float*>(place + 64)), side);
+    found.scale = doubled(reinterpret_cast<const float*>(place));
+    found.least = doubled(reinterpret_cast<const float*>(place + 64));
   }
   return found;
 }
 
-// Half of vector `pair` of a block, as float32.
+// A vector of a pair of inputs, as float32.
 template <int64_t F>
-WIDE INLINE Floats dequantised(const uint8_t* block, const Scales& scales, int pair, int side) {
-  const Floats found = in_4_bits(F) ? four_bits(of_bytes(block + 32 * (pair / 2) + 16 * side), pair % 2)
-                                    : to_floats(of_signed_bytes(block + 32 * pair + 16 * side));
+INLINE Floats dequantised(const uint8_t* block, const Scales& scales, int pair, int vector) {
+  const Floats found = in_4_bits(F) ? four_bits(of_bytes(block + 32 * (pair / 2) + kWidth * vector), pair % 2)
+                                    : to_floats(of_signed_bytes(block + 32 * pair + kWidth * vector));
   if constexpr (F == kBlocks8 || F == kHalves8)
     return found * (F == kHalves8 && pair >= kPairs / 2 ? scales.least : scales.scale);
   if constexpr (F != kInt8) return fused(found, scales.scale, scales.least);
@@ -93,63 +87,66 @@ INLINE void ask_for(const uint8_t* block) {
   for (int line = 0; line < kSizes[F]; line += 64) _mm_prefetch(block + 8 * kSizes[F] + line, _MM_HINT_T0);
 }
 
-// Writes the sums of a row's 16 outputs from `first` on.
+// Writes the sums of a row's outputs from `first` on.
 template <int64_t F, bool Half>
-WIDE INLINE void write(const Task& task, int64_t row, int64_t first, Floats sums) {
+INLINE void write(const Task& task, int64_t row, int64_t first, Floats sums) {
   using T = std::conditional_t<Half, uint16_t, float>;
   if constexpr (F == kInt8) sums = sums * load(task.scales + first);
   if (task.bias) sums = sums + numbers<T>(static_cast<const T*>(task.bias) + first);
   put<T>(static_cast<T*>(task.y) + row * task.outputs + first, sums);
 }
 
-// 16 outputs of N rows from `row` on: sums of even and of odd inputs side by side, joined at the end. With `Half` weights
-// and outputs are rounded to bfloat16.
+// The same of all 16 outputs of a group, from sums of even and of odd inputs side by side.
+template <int64_t F, bool Half>
+INLINE void write_joined(const Task& task, int64_t row, int64_t group, const float* pairs) {
+  alignas(64) float sums[kOutputs];
+  for (int at = 0; at < kOutputs; ++at) sums[at] = pairs[2 * at] + pairs[2 * at + 1];
+  for (int at = 0; at < kOutputs; at += kWidth) write<F, Half>(task, row, group * kOutputs + at, load(sums + at));
+}
+
+// 16 outputs of N rows from `row` on, in float32. With `Half` weights and outputs are rounded to bfloat16.
 template <int64_t F, bool Half, int N>
-WIDE void sums_of_products(const Task& task, int64_t row, int64_t group) {
+void sums_of_products(const Task& task, int64_t row, int64_t group) {
   const int64_t parts = task.inputs / kInputs;
-  Floats found[N][2];
-  for (int first = 0; first < 2; first += kSides) {
+  alignas(64) float found[N][2 * kOutputs];
+  for (int first = 0; first < kVectors; first += 2) {  // two vectors at a time
     const uint8_t* block = task.blocks + group * parts * kSizes[F];
     const float* x = static_cast<const float*>(task.x) + row * task.inputs;
-    Floats sums[N][kSides];
-    for (int i = 0; i < N; ++i)
-      for (int side = 0; side < kSides; ++side) sums[i][side] = all_lanes(0.f);
+    Floats sums[N][2];
+    for (int i = 0; i < N; ++i) sums[i][0] = sums[i][1] = splat(0.f);
     for (int64_t part = 0; part < parts; ++part, block += kSizes[F], x += kInputs) {
       if (first == 0) ask_for<F>(block);
-      Scales scales[kSides];
-      for (int side = 0; side < kSides; ++side) scales[side] = scales_of<F>(block, first + side);
+      const Scales scales[] = {scales_of<F>(block, first), scales_of<F>(block, first + 1)};
       for (int two = 0; two < kPairs; two += 2)
 #pragma GCC unroll 2
         for (int k = 0; k < 2; ++k) {
-          Floats weights[kSides];
-          for (int side = 0; side < kSides; ++side) {
-            weights[side] = dequantised<F>(block, scales[side], two | k, first + side);
-            if constexpr (Half && F != kInt8) weights[side] = in_bfloat16(weights[side]);
-          }
+          Floats low = dequantised<F>(block, scales[0], two | k, first);
+          Floats high = dequantised<F>(block, scales[1], two | k, first + 1);
+          if constexpr (Half && F != kInt8) low = in_bfloat16(low), high = in_bfloat16(high);
 #pragma GCC unroll 32
           for (int i = 0; i < N; ++i) {
             const Floats inputs = pairs_of(x + i * task.inputs + 2 * (two | k));
-            for (int side = 0; side < kSides; ++side) sums[i][side] = fused(weights[side], inputs, sums[i][side]);
+            sums[i][0] = fused(low, inputs, sums[i][0]);
+            sums[i][1] = fused(high, inputs, sums[i][1]);
           }
         }
     }
     for (int i = 0; i < N; ++i)
-      for (int side = 0; side < kSides; ++side) found[i][first + side] = sums[i][side];
+      for (int side = 0; side < 2; ++side) store(found[i] + kWidth * (first + side), sums[i][side]);
   }
-  for (int i = 0; i < N; ++i)
-    write<F, Half>(task, row + i, group * kOutputs, sums_of_pairs(found[i][0], found[i][1]));
+  for (int i = 0; i < N; ++i) write_joined<F, Half>(task, row + i, group, found[i]);
 }
 
-#if !defined(HSDRAFT_AVX2)
+#if defined(__AVX512BF16__)
 
 template <int64_t F>
-WIDE INLINE __m512bh pairs_at(const uint8_t* block, const Scales (&scales)[2], int pair) {
+INLINE __m512bh pairs_at(const uint8_t* block, const Scales (&scales)[2], int pair) {
   return _mm512_cvtne2ps_pbh(dequantised<F>(block, scales[1], pair, 1), dequantised<F>(block, scales[0], pair, 0));
 }
 
 // 16 outputs of N rows from `row` on, by dot products of pairs of bfloat16.
 template <int64_t F, int N>
-WIDE void dots(const Task& task, int64_t row, int64_t group) {
+void dots(const Task& task, int64_t row, int64_t group) {
   const int64_t parts = task.inputs / kInputs;
   const uint8_t* block = task.blocks + group * parts * kSizes[F];
   const uint16_t* x = static_cast<const uint16_t*>(task.x) + row * task.inputs;
@@ -165,7 +162,7 @@ WIDE void dots(const Task& task, int64_t row, int64_t group) {
         const uint16_t* inputs = x + 2 * (two | k);
 #pragma GCC unroll 32
         for (int i = 0; i < N; ++i)
-          sums[i] = _mm512_dpbf16_ps(sums[i], weights, (__m512bh)all_lanes(word_at(inputs + i * task.inputs)));
+          sums[i] = _mm512_dpbf16_ps(sums[i], weights, (__m512bh)splat_words(word_at(inputs + i * task.inputs)));
       }
   }
   for (int i = 0; i < N; ++i) write<F, true>(task, row + i, group * kOutputs, sums[i]);
@@ -178,28 +175,99 @@ template <int64_t F, bool Half, int N>
 void wide_rows(const Task& task, int64_t row, int64_t count, int64_t group) {
   if constexpr (N > 0) {
     if (count != N) return wide_rows<F, Half, N - 1>(task, row, count, group);
-#if !defined(HSDRAFT_AVX2)
+#if defined(__AVX512BF16__)
     if constexpr (Half) return dots<F, N>(task, row, group);
 #endif
     sums_of_products<F, Half, N>(task, row, group);
   }
 }
 
+#if !defined(__AVX512BF16__)
+
+// Dequantised weights of several blocks, two vectors of each pair of inputs, for more rows than there are registers.
+constexpr int kBlocks = 8, kTogetherRows = 6, kDirectRows = 3;
+using Panel = float[kBlocks * kPairs][2 * kWidth];
+
+template <int64_t F, bool Half>
+void fill(Panel& panel, const uint8_t* block, int64_t blocks, int first) {
+  for (int64_t at = 0; at < blocks; ++at, block += kSizes[F]) {
+    if (first == 0) ask_for<F>(block);
+    const Scales scales[] = {scales_of<F>(block, first), scales_of<F>(block, first + 1)};
+    for (int two = 0; two < kPairs; two += 2)
+#pragma GCC unroll 2
+      for (int k = 0; k < 2; ++k)
+        for (int side = 0; side < 2; ++side) {
+          const Floats weights = dequantised<F>(block, scales[side], two | k, first + side);
+          store(panel[at * kPairs + (two | k)] + kWidth * side, Half && F != kInt8 ? in_bfloat16(weights) : weights);
+        }
+  }
+}
+
+// Adds the products of N rows `x` by a panel to their sums.
+template <int N>
+void add_products(const Panel& panel, const float* x, int64_t stride, int64_t pairs, float (*sums)[2 * kOutputs]) {
+  Floats low[N], high[N];
+  for (int i = 0; i < N; ++i) low[i] = load(sums[i]), high[i] = load(sums[i] + kWidth);
+  for (int64_t pair = 0; pair < pairs; ++pair, x += 2) {
+    const Floats first = load(panel[pair]), second = load(panel[pair] + kWidth);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) {
+      const Floats inputs = pairs_of(x + i * stride);
+      low[i] = fused(first, inputs, low[i]), high[i] = fused(second, inputs, high[i]);
+    }
+  }
+  for (int i = 0; i < N; ++i) store(sums[i], low[i]), store(sums[i] + kWidth, high[i]);
+}
+
+template <int64_t F, bool Half>
+void by_panels(const Task& task, int64_t group) {
+  const int64_t parts = task.inputs / kInputs, turns = (task.rows + kTogetherRows - 1) / kTogetherRows;
+  const int64_t each = (task.rows + turns - 1) / turns;
+  const float* x = static_cast<const float*>(task.x);
+  alignas(64) Panel panel;
+  alignas(64) float sums[kMostRows][2 * kOutputs] = {};
+  for (int first = 0; first < kVectors; first += 2)
+    for (int64_t part = 0; part < parts; part += kBlocks) {
+      const int64_t blocks = std::min<int64_t>(kBlocks, parts - part);
+      fill<F, Half>(panel, task.blocks + (group * parts + part) * kSizes[F], blocks, first);
+      const auto add = [&](int row, auto few) {
+        add_products<decltype(few)::value>(panel, x + row * task.inputs + part * kInputs, task.inputs, blocks * kPairs,
+                                           reinterpret_cast<float(*)[2 * kOutputs]>(sums[row] + kWidth * first));
+      };
+      for (int64_t row = 0; row < task.rows; row += each)
+        by_few<kTogetherRows>(row, std::min(each, task.rows - row), add);
+    }
+  for (int64_t row = 0; row < task.rows; ++row) write_joined<F, Half>(task, row, group, sums[row]);
+}
+
 template <int64_t F, bool Half>
 void wide(const Task& task, int64_t begin, int64_t end) {
-  constexpr int64_t most = kSides == 1 ? 6 : Half ? 24 : 12;
+  for (int64_t group = begin; group < end; ++group)
+    task.rows > kDirectRows ? by_panels<F, Half>(task, group)
+                            : wide_rows<F, Half, kDirectRows>(task, 0, task.rows, group);
+}
+
+#else
+
+template <int64_t F, bool Half>
+void wide(const Task& task, int64_t begin, int64_t end) {
+  constexpr int64_t most = Half ? 24 : 12;
   const int64_t turns = (task.rows + most - 1) / most, each = (task.rows + turns - 1) / turns;
   for (int64_t group = begin; group < end; ++group)
     for (int64_t row = 0; row < task.rows; row += each)
       wide_rows<F, Half, most>(task, row, std::min(each, task.rows - row), group);
 }
 
-#if defined(HSDRAFT_AVX2)
+#endif
+
+#if !defined(__AVX512BF16__)
 
 bool has_tiles() { return false; }
 bool is_quick() { return true; }
 
 #else
+
+#define TILES __attribute__((target("avx512vbmi,amx-tile,amx-bf16")))
 
 // The low and the high bytes of 0 to 127 as bfloat16.
 struct Tables {
@@ -282,7 +350,7 @@ TILES void tiles(const Task& task, int64_t begin, int64_t end) {
     _tile_stored(0, sums[0], 64);
     if (Two) _tile_stored(1, sums[16], 64);
     for (int64_t row = 0; row < task.rows; ++row)
-      write<F, true>(task, row, group * kOutputs, _mm512_load_ps(sums[row]));
+      write<F, true>(task, row, group * kOutputs, load(sums[row]));
   }
   if (before.palette)
     _tile_loadconfig(&before);
@@ -313,7 +381,7 @@ void run(const Task& task, bool half, bool with_tiles) {
   const int64_t grain = std::max<int64_t>(1, 32768 / (task.inputs * kOutputs));
   at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     if (!half) return wide<F, false>(task, begin, end);
-#if !defined(HSDRAFT_AVX2)
+#if defined(__AVX512BF16__)
     if (with_tiles) return task.rows > 16 ? tiles<F, true>(task, begin, end) : tiles<F, false>(task, begin, end);
 #endif
     wide<F, true>(task, begin, end);
@@ -349,7 +417,7 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::opt
   return y;
 }
 
-WIDE void sum_words(const uint64_t* from, int64_t* to, int64_t count, int64_t words) {
+void sum_words(const uint64_t* from, int64_t* to, int64_t count, int64_t words) {
   for (int64_t i = 0; i < count; ++i, from += words) {
     uint64_t sum = 0;
     for (int64_t word = 0; word < words; ++word) sum += from[word];

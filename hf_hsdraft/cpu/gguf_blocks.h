@@ -79,7 +79,7 @@ INLINE W bits_of(float value) {
 
 // Lays a row out, its `lane` of 16, and returns whether its weights, by their bits, are these.
 template <int64_t K, typename W>
-WIDE bool lay_out(const uint8_t* raw, const W* weight, uint8_t* blocks, int lane, int64_t parts) {
+bool lay_out(const uint8_t* raw, const W* weight, uint8_t* blocks, int lane, int64_t parts) {
   constexpr int64_t F = kSources[K].format, size = kSizes[F];
   constexpr W magnitude = static_cast<W>(~W(0)) >> 1;
   uint32_t wrong = 0;

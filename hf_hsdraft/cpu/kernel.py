@@ -29,14 +29,16 @@ from .private_operators import works
 logger = logging.get_logger(__name__)
 
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-w")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")
 
 
 class Kernel:
     """Compiles and loads the operators of a source once for a process. Thread-safe.
 
     Args:
-        source: for Linux on x86-64 with AVX-512 and its bfloat16, or with AVX2 where `HSDRAFT_AVX2` is defined. Defines
-            a library of the name `HSDRAFT_LIBRARY` with an operator `runs_here`.
+        source: for Linux on x86-64 with AVX2, or with AVX-512 and its bfloat16. Defines a library of the name
+            `HSDRAFT_LIBRARY` with an operator `runs_here`.
         what: its name in messages.
         trial: whether the operators, which it is given, are right.
     """
@@ -101,9 +103,8 @@ class Kernel:
     @cached_property
     def _flags(self) -> tuple[str, ...]:
         wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-        if wide and "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split():
-            return _FLAGS
-        return *_FLAGS, "-DHSDRAFT_AVX2"
+        wide = wide and "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+        return *_FLAGS, *(_AVX512 if wide else _AVX2)
 
     @cached_property
     def _library(self) -> str:
