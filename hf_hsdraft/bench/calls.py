@@ -158,7 +158,9 @@ def time_call(
     """
     memory, forwards = PeakMemory(target.device), list[None]()
     with contextlib.ExitStack() as stack:
-        if not system.static:  # compiled forwards would be compiled again at every count
+        # Compiled forwards would be compiled again at every count. Ours count their own, and run several layers in one
+        # call where no hook sees them.
+        if not (system.static or system.ours):
             # Some systems do not call the model as a whole, but all call its first layer.
             layers = getattr(target.base_model, "layers", None)
             counted = target if layers is None else layers[0]
@@ -182,7 +184,7 @@ def time_call(
     if system.decode is not None and len(rows) == 1 and run.accepted is not None:
         # Rounds without a draft, which accepted nothing, are missing from the list.
         run.accepted += [0] * (run.forwards - 1 - len(run.accepted))
-    if run.statistics is not None and len(rows) > 1:
+    if run.statistics is not None:
         run.forwards = run.statistics.row_forwards
     return rows, run
 

@@ -18,7 +18,7 @@ from conftest import VOCAB, make_drafter, make_target, write_prompts
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hf_hsdraft import CachebackDrafter, CausalLMDrafter, HSDrafter
+from hf_hsdraft import CachebackDrafter, CausalLMDrafter, HSDrafter, harmless
 from hf_hsdraft.bench import run
 from hf_hsdraft.bench.calls import PeakMemory, Run, Settings, time_call
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
@@ -299,6 +299,25 @@ def test_drafters_without_training_are_made_when_they_are_asked_for(target, draf
     measured = measure(target, [system], inputs[:1], Settings(6))
     assert summarise(measured.runs[system.name], measured.plain).identical == 1
     assert measured.runs[system.name][0].statistics.rounds > 0
+
+
+def test_a_timed_call_of_ours_has_no_hooks_and_counts_every_forward(target, drafter, inputs, monkeypatch):
+    """A hook would keep layers from running in one call, and the figures would be another program's."""
+    hooks, forwards, forward = list[bool](), list[None](), type(target.model).forward
+
+    @harmless
+    def counted(self, *args, **kwargs):
+        forwards.append(None)
+        hooks.append(any(module._forward_pre_hooks for module in self.layers.modules()))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(target.model), "forward", counted)
+    for variant in ("tree", "default"):
+        [system] = systems_of(variant, target, drafter)
+        time_call(target, inputs[0], system, Settings(12))  # the first call tries the target
+        hooks.clear(), forwards.clear()
+        _, timed = time_call(target, inputs[0], system, Settings(12))
+        assert timed.forwards == len(forwards) > 1 and not any(hooks)
 
 
 def test_the_command_refuses_before_it_loads_anything(tmp_path):
