@@ -322,7 +322,8 @@ def test_a_timed_call_of_ours_has_no_hooks_and_counts_every_forward(target, draf
 
 def test_the_command_refuses_before_it_loads_anything(tmp_path):
     prompts = str(write_prompts(tmp_path / "prompts.jsonl", 2))
-    common = ["bench", "--prompts", prompts, "--target", str(tmp_path)]  # nothing to load is in it
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")  # a target that cannot be loaded
+    common = ["bench", "--prompts", prompts, "--target", str(tmp_path)]
     for wrong, message in (
         (["--variants", "forest"], "forest"),
         (["--json", str(tmp_path / "missing" / "x.json")], "no such folder"),
