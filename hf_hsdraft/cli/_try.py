@@ -23,6 +23,7 @@ from .._version import __version__
 from ..bench.calls import processor
 from ..core.progress import working
 from ..core.statistics import DraftStatistics
+from ..core.tuning import TUNING
 from ..runtime.misreading import first_divergence
 from ..runtime.prompt_inputs import encode_prompts, room_left
 from ..serve.conversation import PieceStreamer
@@ -140,9 +141,11 @@ class Trial:
         slower = slower or (totals.plain_seconds or 0.0) < _TINY
         wrong = bool(totals.plain_seconds) and (known > _DOUBT * plain or (plain > _DOUBT * known and not slower))
         fair = [each.gain * each.drafted.forwards / each.drafted.tokens for each in self.tried]  # whatever was accepted
-        if wrong or max(fair) > _SPREAD * min(fair):
-            return "The timings are unreliable: the machine was busy."
         slow = statistics.median(self.gains) < _WORSE
+        shares = [each.drafted.statistics.processor_share for each in self.tried if each.drafted.statistics]
+        held_up = any((share or 1.0) < TUNING.least_share for share in shares)
+        if wrong or max(fair) > _SPREAD * min(fair) or (slow and held_up):
+            return "The timings are unreliable: the machine was busy."
         return "Drafting is slower than plain decoding here: do not use it on this machine." if slow else ""
 
     def document(self) -> dict[str, Any]:

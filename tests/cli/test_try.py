@@ -88,6 +88,7 @@ def side(seconds: float, **fields: object) -> Side:
         ([1.0, 1.0], [0.7, 0.5], {}, ""),
         ([1.0, 1.0], [1.2, 1.1], {}, "Drafting is slower than plain decoding here"),
         ([1.0, 1.0], [1.2, 0.3], {}, "The timings are unreliable"),
+        ([1.0, 1.0], [1.2, 1.1], {"processor_share": 0.65}, "The timings are unreliable"),
         ([1.0, 1.0], [0.7, 0.5], {"plain_seconds": 0.2}, "The timings are unreliable"),
         ([1.0, 1.0], [0.7, 0.5], {"plain_seconds": 0.05, "processor_share": 1.0}, "The timings are unreliable"),
         ([1.0, 1.0], [0.7, 0.5], {"plain_seconds": 0.05, "packed_weights": True, "processor_share": 1.0}, ""),
