@@ -192,6 +192,13 @@ def write_prompts(path: Path, count: int) -> Path:
     return path
 
 
+def unloadable(path: Path) -> Path:
+    """A folder that looks like a target's, and cannot be loaded."""
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
 @pytest.fixture
 def tuned(monkeypatch):
     """A function that gives tuned numbers other values, in every module that reads them, for one test."""

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, edited, make_target, write_prompts
+from conftest import VOCAB, as_plain, edited, make_target, unloadable, write_prompts
 from lm_helpers import GREEDY, drafts_of, layered_target, padded, with_fixed
 from typer.testing import CliRunner
 
@@ -136,7 +136,7 @@ def test_errors_come_before_the_target_writes(target, tokenizer, tmp_path, monke
         return CliRunner().invoke(app, ["make", "skip-layers", *(str(each) for pair in given.items() for each in pair)])
 
     assert "the target has 2 layers: expected 3 or more" in str(refused("short", prompts).exception)
-    nothing = refused("missing", empty)  # seen before a target is loaded
+    nothing = refused(unloadable(tmp_path / "unloadable").name, empty)  # seen before a target is loaded
     assert nothing.exit_code == 2 and "holds no line with" in nothing.output
     monkeypatch.setattr(layer_skip, "ability_of", lambda part: LMAbility(reason="it reads no masks"))
     assert "the target's layers cannot draft: it reads no masks" in str(refused("right", prompts).exception)

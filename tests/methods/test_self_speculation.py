@@ -221,13 +221,13 @@ def test_the_target_is_left_as_it_was():
 
 
 def test_layers_that_were_misread_are_not_reused(monkeypatch, caplog):
-    """Wherever reuse gives other logits, all is computed anew."""
+    """Wherever reuse gives other logits, all is recomputed."""
     target = early(target_of("llama"))
     original = FirstLayers._last_slots
     monkeypatch.setattr(FirstLayers, "_last_slots", lambda self, count: [(k, -v) for k, v in original(self, count)])
     drafted = as_plain(target, make_self(target), padded(1), max_new_tokens=NEW)
     assert drafted.statistics.reused_share == 0.0
-    assert "all layers of LlamaForCausalLM are computed anew" in caplog.text
+    assert "all layers of LlamaForCausalLM are recomputed" in caplog.text
 
 
 def test_what_cannot_be_taken_apart_is_refused():

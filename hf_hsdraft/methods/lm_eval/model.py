@@ -22,7 +22,7 @@ from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import make_table
-from tqdm.auto import tqdm
+from transformers.utils.logging import tqdm
 
 from ...batching.generate_many import generate_many
 from ...core.checks import few
