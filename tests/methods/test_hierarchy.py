@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, as_plain, make_drafter, make_target
+from conftest import VOCAB, as_plain, make_drafter, make_target, unloadable
 from family_helpers import near
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
@@ -249,7 +249,7 @@ def test_the_command_prints_its_arithmetic(arguments, tmp_path, monkeypatch):
         assert words in result.output
     assert "middle, own defaults" in result.output and "no --drafter is named" not in result.output
     assert str(tmp_path) not in result.stdout  # a status line on standard error names what it loads
-    alone = CliRunner().invoke(cli.app, ["make", "plan", "--target", str(tmp_path / "nothere")])
+    alone = CliRunner().invoke(cli.app, ["make", "plan", "--target", str(unloadable(tmp_path / "nothing"))])
     assert alone.output.startswith("no --drafter is named: only n-grams are planned")
     twice = CliRunner().invoke(cli.app, [*arguments, "--drafter", str(tmp_path / "middle")])
     assert "two drafters have one name" in str(twice.exception)
