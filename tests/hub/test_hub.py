@@ -705,7 +705,7 @@ answer([
     assert codes == (0,) * 6 + (1, 2), found
     assert "user/from-the-shell is at commit" in outputs[0]
     assert "org/target" in outputs[1] and "not fetched" in outputs[1] and "not measured" in outputs[1]
-    assert "not fetched" in outputs[2] and "user/from-the-shell" in outputs[4] and "MB" in outputs[4]
+    assert "not fetched" in outputs[2] and "user/from-the-shell" in outputs[4] and "KB" in outputs[4]
     assert ", whole" in outputs[5]
     assert _files(bench.folder / "pulled") == SAVED
     assert "user/nothing" in outputs[6]

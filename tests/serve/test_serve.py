@@ -337,7 +337,9 @@ def test_responses_say_by_which_rule_drafts_were_verified(tokenizer, tmp_path):
 
 
 def test_a_rule_of_the_command_line_is_checked_before_anything_is_served(tmp_path):
-    drafter = make_drafter(make_target())
+    target = make_target()
+    target.save_pretrained(tmp_path)
+    drafter = make_drafter(target)
     with pytest.raises(ValueError, match="verification='none' is invalid: expected one of walk, rejection, fly"):
         set_verification(drafter, "none")
     with pytest.raises(ValueError, match="make verifier"):
@@ -349,8 +351,8 @@ def test_a_rule_of_the_command_line_is_checked_before_anything_is_served(tmp_pat
         if command == "ui" and find_spec("gradio") is None:
             continue
         port = [] if command == "chat" else ["--port", "0"]
-        missing = ["--target", str(tmp_path / "no target"), "--drafter", str(tmp_path / "no drafter")]
-        run = CliRunner().invoke(app, [command, *missing, *port, "--verification", "fly+window=2"])
+        paths = ["--target", str(tmp_path), "--drafter", str(tmp_path)]  # are there, and are not loaded
+        run = CliRunner().invoke(app, [command, *paths, *port, "--verification", "fly+window=2"])
         told = " ".join((run.output + str(run.exception)).split())
         assert run.exit_code != 0 and "fly has no option 'window=2': expected some of fly_entropy" in told
     run = CliRunner().invoke(app, ["serve", "--plain", "--verification", "fly", "--port", "0"])
