@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-PLAIN, COMPILED, OURS_COMPILED, OURS, LOOKUP = WAYS = (  # the most telling ones first
+PLAIN, OURS, COMPILED, OURS_COMPILED, LOOKUP = WAYS = (  # the most telling ones first
     "plain eager",
+    "ours eager",
     "plain compiled",
     "ours compiled",
-    "ours eager",
     "prompt lookup",
 )
 TARGETS = ("8b", "smollm2")

@@ -26,6 +26,7 @@ from ..engine.draft_limits import draft_size
 from ..engine.drafting import history_for
 from ..engine.loop import decode_round
 from ..generate.attachment import Attachment
+from ..gpu.varying_shapes import varying_shapes
 from ..runtime.module_hooks import no_hooks_left
 from .batch import Running
 from .prefix_cache import PrefixCache
@@ -143,7 +144,7 @@ class ContinuousBatching:
         """
         began = time.perf_counter()
         try:
-            with no_hooks_left(self.target):
+            with no_hooks_left(self.target), varying_shapes(device_of(self.target)):
                 self._drop_cancelled()
                 self._change(self._read_prompts())
                 running = self._running

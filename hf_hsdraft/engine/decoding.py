@@ -22,6 +22,7 @@ from ..core.tuning import TUNING
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
+from ..gpu.varying_shapes import varying_shapes
 from ..runtime.foreign_parts import why_untriable
 from ..runtime.module_hooks import experience_of
 from ..runtime.static_cache import with_draft_room
@@ -166,7 +167,7 @@ def speculative_decoding(
     returned, statistics = generation_config.return_dict_in_generate, statistics or DraftStatistics()
     statistics.drafter, statistics.target = type(drafter).__name__, named_target(target)
     keeper = Keeper(statistics, device_of(target), timed=returned)
-    with runtime.released_on_error(), contextlib.ExitStack() as stack:
+    with runtime.released_on_error(), varying_shapes(device_of(target)), contextlib.ExitStack() as stack:
         keeper.began()
         output = _read_prompts(runtime, texts, input_ids, generation_config, keeper)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)

@@ -102,7 +102,8 @@ class PackedTexts:
     ) -> torch.Tensor:
         self._layers[layer] = keys, values
         sight = self._sight if rows is None else self._chains
-        if len(sight.rows) * len(sight.texts) <= TUNING.large_mask:
+        large = TUNING.large_mask if queries.device.type == "cpu" else TUNING.large_mask_gpu
+        if len(sight.rows) * len(sight.texts) <= large:
             return shared_attention(queries, keys, values, self._mask if rows is None else sight.mask())
         order, parts = [], []
         for block, columns, mask in sight.blocks():  # computes no scores between sequences

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from ...gpu.varying_shapes import varying_shapes
 from ..files import write_complete
 from ..loop.progress import Reporter
 from ..loss.candidates import likely_columns
@@ -222,14 +223,15 @@ def read_features(
     ids = pad_sequence([conversation.input_ids for conversation in conversations], batch_first=True)
     mask = pad_sequence([torch.ones_like(conversation.input_ids) for conversation in conversations], batch_first=True)
     padded = {"attention_mask": mask.to(target.device)} if len(conversations) > 1 else {}
-    states = target(
-        ids.to(target.device),
-        **padded,
-        **(inputs or {}),
-        output_hidden_states=wanted,
-        logits_to_keep=1,
-        use_cache=False,
-    ).hidden_states
+    with varying_shapes(target.device):
+        states = target(
+            ids.to(target.device),
+            **padded,
+            **(inputs or {}),
+            output_hidden_states=wanted,
+            logits_to_keep=1,
+            use_cache=False,
+        ).hidden_states
     features = []
     for row, conversation in enumerate(conversations):
         length = len(conversation.input_ids)

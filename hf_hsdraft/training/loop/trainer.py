@@ -23,6 +23,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 from ...core.statistics import DraftStatistics
 from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.target_weights import TargetWeights
+from ...gpu.varying_shapes import varying_shapes
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import TokenizedConversation
 from ..data.features import Features, read_features
@@ -136,6 +137,10 @@ class DrafterTrainer(Trainer):
     def drafter(self) -> Any:
         """The drafter that is trained, without its wrappers."""
         return _base(self.accelerator.unwrap_model(self.model))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with varying_shapes(self.args.device):
+            return super().train(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.budget.limited:
