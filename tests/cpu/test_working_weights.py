@@ -1,5 +1,6 @@
 """The weights that decoding multiplies by, against the network they are made of."""
 
+import contextlib
 import copy
 import gc
 import sys
@@ -12,8 +13,9 @@ from conftest import make_drafter, make_target
 from torch import nn
 
 from hf_hsdraft.cpu import products
-from hf_hsdraft.cpu.products import Product, in_full_precision
+from hf_hsdraft.cpu.products import Product, rounding
 from hf_hsdraft.drafters.base.target_weights import TargetWeights
+from hf_hsdraft.drafters.hidden_state import quick_weights as module
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights, quick_weights
 
 
@@ -38,6 +40,12 @@ def modules_of(target) -> tuple:
 # What 8-bit weights need: a processor with a kernel for them, and inputs of whole vectors.
 WIDE = {"intermediate_size": 192, "injector_hidden_size": 64, "injector_rank": 64}
 HAS_KERNEL = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and sys.platform != "win32"
+
+
+@pytest.fixture
+def unrounded(monkeypatch):
+    """Float32 weights as they are."""
+    monkeypatch.setattr(module, "rounding", lambda *dtypes: contextlib.nullcontext())
 
 
 @torch.no_grad()
@@ -98,6 +106,31 @@ def test_few_rows_are_close_and_many_are_exact(dtype, inputs):
 
 
 @torch.no_grad()
+def test_float32_is_rounded_for_drafts_alone():
+    """Where the kernel runs; other products of the drafter's dtype, and comparisons with training, are exact."""
+    target = make_target(hidden_size=64, num_attention_heads=2, head_dim=32)
+    drafter = drafter_of(target, **WIDE)
+    if products.KERNEL.operators() is None or not HAS_KERNEL:
+        pytest.skip("this processor has no such kernel")
+    layer, x = drafter.layers[0], torch.randn(3, 64)
+    expected = torch.cat([layer.gate_proj(x), layer.up_proj(x)], dim=-1)
+
+    def error():
+        found = quick_weights(drafter, *modules_of(target)).layers[0].gate_up(x)
+        return float((found - expected).norm() / expected.norm())
+
+    assert 1e-4 < error() < 0.02
+    with rounding():
+        assert error() < 1e-6
+    weight = torch.cat([layer.gate_proj.weight, layer.up_proj.weight])
+    assert float((Product(weight)(x) - expected).norm() / expected.norm()) < 1e-6
+    inputs = x.clone().requires_grad_()
+    with torch.enable_grad():
+        quick_weights(drafter, *modules_of(target)).layers[0].gate_up(inputs).sum().backward()
+    torch.testing.assert_close(inputs.grad, weight.sum(dim=0).expand(3, -1))
+
+
+@torch.no_grad()
 def test_large_weights_are_packed_for_fewer_rows(monkeypatch):
     """8 bits a number are fewer to fetch, but every further row has to be multiplied one by one."""
     monkeypatch.setattr(products.KERNEL, "operators", lambda: None)
@@ -116,13 +149,14 @@ def test_what_is_not_packed(tuned):
     product = Product(weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert product(x).dtype == torch.bfloat16
-    with in_full_precision():
+    with rounding():
         assert torch.equal(Product(weight)(x), F.linear(x, weight))
     tuned(product_bytes=40 * 24 * 4 - 1)
     assert torch.equal(Product(weight)(x), F.linear(x, weight))  # copies are kept
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("unrounded")
 def test_they_are_kept_until_something_changes(target):
     """However it is written: by optimizers that keep no count, by merges into `.data`, by another vocabulary."""
     target, drafter = copy.deepcopy(target), drafter_of(target, draft_vocab_size=40, draft_vocab_ids=list(range(40)))
@@ -157,7 +191,7 @@ def test_they_are_kept_until_something_changes(target):
         sum(parameter.sum() for parameter in drafter.parameters()).backward()
     optimizer.step()
     found.append(current())
-    with in_full_precision():
+    with rounding():
         found.append(current())
     other = list(drafter.config.draft_vocab_ids)
     drafter.config.draft_vocab_ids = [other[1], other[0], *other[2:]]
@@ -166,6 +200,7 @@ def test_they_are_kept_until_something_changes(target):
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("unrounded")
 @pytest.mark.parametrize("of_target", [True, False], ids=["head", "drafter"])
 def test_an_edit_of_a_few_rows_is_noticed(of_target):
     """However few: a sample of the values would miss it."""
@@ -216,6 +251,7 @@ def test_what_inference_mode_made_can_be_trained_on(target):
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("unrounded")
 def test_products_that_are_more_than_a_weight_are_called(target):
     class Adapted(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from conftest import make_drafter, make_target
 from torch import nn
 
 from hf_hsdraft.core.draft_tree import FoundNodes, TreeLimits, searched
-from hf_hsdraft.cpu.products import in_full_precision
+from hf_hsdraft.cpu.products import rounding
 from hf_hsdraft.cpu.small_weights import KERNEL
 from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
 from hf_hsdraft.drafters.hidden_state.draft_session import RollOut, bias_of
@@ -135,7 +135,7 @@ def test_what_is_not_plain_is_left_to_the_modules(change):
         drafter.layers[0].mlp_norm.register_forward_hook(lambda module, args, output: 2 * output)
     if change == "other norm":
         drafter.roll_norm = nn.LayerNorm(drafter.config.hidden_size)
-    with in_full_precision() if change == "full precision" else contextlib.nullcontext():
+    with rounding() if change == "full precision" else contextlib.nullcontext():
         working = QuickWeights.of(drafter, weights.head)
     assert working.rolling is None
     pairs = pairs_of(drafter, 0, 3)
