@@ -181,7 +181,7 @@ class Tuning:
     # made in blocks - by hand.
     mask_rows: int = 256
     large_mask: int = 2**20
-    large_mask_gpu: int = 2**27  # there a mask is cheap, and a block's kernels and waits are not
+    large_mask_gpu: int = 2**25  # there a mask is cheap, and launching kernels for each block is not - by hand
     most_known: int = 2**14  # number of last tokens of a prompt that sessions get: entering them takes time - by hand
 
     # --- Trials of a target ---

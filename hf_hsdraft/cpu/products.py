@@ -21,49 +21,45 @@ from .packed_weights import PackedWeight, has_kernel
 from .private_operators import can_multiply_in_8_bits, product_in_8_bits
 from .small_weights import KERNEL, SmallCopy, fits, in_int8
 
-_HALF = (torch.bfloat16,)
-_rounded: contextvars.ContextVar[tuple[torch.dtype, ...]] = contextvars.ContextVar("hsdraft_8_bits", default=_HALF)
+_rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits", default=True)
 
 
-def rounded_dtypes() -> tuple[torch.dtype, ...]:
-    """Dtypes whose weights are rounded to 8 bits in this context."""
-    return _rounded.get()
+def are_rounded() -> bool:
+    """Whether products use rounded weights in this context."""
+    return _rounding.get()
 
 
 @contextlib.contextmanager
-def rounding(*dtypes: torch.dtype) -> Iterator[None]:
-    """Within, weights of these dtypes are rounded; of none, as drafts are compared with training.
-
-    Other than bfloat16 only where the kernel multiplies by them.
-    """
-    token = _rounded.set(dtypes)
+def in_full_precision() -> Iterator[None]:
+    """Within, drafts use the weights as they are, for comparisons with training."""
+    token = _rounding.set(False)
     try:
         yield
     finally:
-        _rounded.reset(token)
+        _rounding.reset(token)
 
 
 class Product:
     """x W^T + b, by a constant weight `[out, in]` and bias `[out]`.
 
-    The cost of a few rows on a CPU is fetching the weight. So in `rounded_dtypes` they are multiplied by 8-bit weights,
-    scaled by each output's greatest: close enough for drafts. More rows, and a few in other dtypes, use a packed copy,
+    The cost of a few rows on a CPU is fetching the weight. So they are multiplied by 8-bit weights, scaled by each
+    output's greatest: close enough for drafts. More rows, and a few where no kernel multiplies so, use a packed copy,
     and a prompt's rows the weight itself.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach().contiguous()
         small = _in_8_bits(self.weight)
         self._by_kernel = None if small is None else _for_kernel(*small)
-        self._small = small if weight.dtype == torch.bfloat16 else None  # all that torch's own product takes
+        self._small = small if weight.dtype == torch.bfloat16 else None  # torch's own product takes no other
         self._few = TUNING.rows_in_8_bits if weight.numel() < TUNING.large_weight else TUNING.large_rows_in_8_bits
         if self._by_kernel is not None and (self._small is None or self._by_kernel.operators.is_quick()):
             self._few = TUNING.small_rows
         packs = self.weight.numel() * self.weight.element_size() <= TUNING.product_bytes and has_kernel(self.weight)
-        self._packed = PackedWeight(self.weight) if _rounded.get() and packs else None
+        self._packed = PackedWeight(self.weight) if _rounding.get() and packs else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = _rows(x)
+        rows = 0 if torch.is_grad_enabled() and x.requires_grad else _rows(x)
         if 0 < rows <= (self._few if self._packed else TUNING.rows_in_8_bits):
             if self._by_kernel is not None and self._is_plain(x):
                 return self._by_kernel(x, self.bias)
@@ -83,9 +79,8 @@ class Product:
         return None if copy is None else (copy, None, -1)
 
     def _is_plain(self, x: torch.Tensor) -> bool:
-        """Whether this is not compiled, differentiated or autocast."""
-        differentiated = torch.is_grad_enabled() and x.requires_grad
-        if torch.compiler.is_compiling() or differentiated or torch.is_autocast_enabled("cpu"):
+        """Whether this is not compiled or autocast."""
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
             return False
         return x.dtype == self.weight.dtype
 
@@ -119,17 +114,15 @@ def _for_kernel(small: torch.Tensor, scales: torch.Tensor) -> SmallCopy | None:
 def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`[out, in]` as int8 and a scale for each output `[out]`, where a kernel makes that quicker; else `None`.
 
-    There is torch's for bfloat16 and vectors of these widths, which does not check that the inputs fill whole vectors,
-    and our own for float32.
+    For bfloat16 and vectors of these widths there is torch's, which does not check that the inputs fill whole vectors;
+    for float32 our own.
     """
     quick = weight.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    if not quick or weight.dtype not in _rounded.get() or sys.platform == "win32":
+    if not (quick and _rounding.get()) or sys.platform == "win32":
         return None
-    if weight.dtype == torch.float32:
-        multiplies = fits(weight) and KERNEL.operators() is not None
-    else:
-        multiplies = not weight.shape[1] % 64 and can_multiply_in_8_bits()
-    if not multiplies:
+    by_torch = weight.dtype == torch.bfloat16 and not weight.shape[1] % 64 and can_multiply_in_8_bits()
+    by_kernel = weight.dtype == torch.float32 and fits(weight) and KERNEL.operators() is not None
+    if not (by_torch or by_kernel):
         return None
     least = torch.finfo(torch.bfloat16).tiny
     scales = (weight.abs().amax(dim=1).float() / 127).clamp(min=least).to(weight.dtype)

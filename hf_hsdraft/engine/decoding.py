@@ -167,9 +167,11 @@ def speculative_decoding(
     returned, statistics = generation_config.return_dict_in_generate, statistics or DraftStatistics()
     statistics.drafter, statistics.target = type(drafter).__name__, named_target(target)
     keeper = Keeper(statistics, device_of(target), timed=returned)
-    with runtime.released_on_error(), varying_shapes(device_of(target)), contextlib.ExitStack() as stack:
+    with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
         output = _read_prompts(runtime, texts, input_ids, generation_config, keeper)
+        if runtime.slots.size is None:
+            stack.enter_context(varying_shapes(device_of(target)))
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)

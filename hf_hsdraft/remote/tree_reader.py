@@ -15,6 +15,7 @@ from ..core.cache_name import CACHE, returned_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
+from ..gpu.varying_shapes import varying_shapes
 from ..runtime.cache_slots import CacheSlots, make_room
 from ..runtime.misreading import same_but_rounding
 from ..runtime.target_limits import (
@@ -112,7 +113,8 @@ class TreeReader:
             **({"logits_to_keep": 1} if self._keeps_few else {}),
             **self._states_asked_for(layers),
         }
-        outputs = self._acceleration.forward(inputs, comes_again=False)
+        with varying_shapes(ids.device):
+            outputs = self._acceleration.forward(inputs, comes_again=False)
         output = target_output(self.target, outputs, self._names.states, layers)
         return TargetOutput(output.logits[:, -1:], output.taps)
 
@@ -127,7 +129,8 @@ class TreeReader:
         before = torch.full((1,), -1, device=device_of(self.target))  # the position before all texts
         call = TargetCall(self.target, {"use_cache": True, **self._states_asked_for(layers)}, self._acceleration)
         call.slots, call.rows = CacheSlots(joined), TextRows(kept, 0, None, before)
-        outputs = read_trees(call, trees, max(map(len, trees)), self._kinds)
+        with varying_shapes(before.device):
+            outputs = read_trees(call, trees, max(map(len, trees)), self._kinds)
         output = target_output(self.target, outputs, self._names.states, layers)
         rows = list(zip(trees, output.logits, output.taps, taps, strict=True))
         return TreesRead(

@@ -102,7 +102,7 @@ class PackedTexts:
     ) -> torch.Tensor:
         self._layers[layer] = keys, values
         sight = self._sight if rows is None else self._chains
-        large = TUNING.large_mask if queries.device.type == "cpu" else TUNING.large_mask_gpu
+        large = TUNING.large_mask_gpu if queries.device.type == "cuda" else TUNING.large_mask
         if len(sight.rows) * len(sight.texts) <= large:
             return shared_attention(queries, keys, values, self._mask if rows is None else sight.mask())
         order, parts = [], []

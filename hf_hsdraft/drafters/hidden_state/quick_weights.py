@@ -22,7 +22,7 @@ from ...core.tensors import RMSNorm, is_unhooked
 from ...core.tuning import TUNING
 from ...cpu.few_queries import attends
 from ...cpu.private_operators import works
-from ...cpu.products import Norm, NormedProduct, Product, are_weights, joined, rounded_dtypes, rounding
+from ...cpu.products import Norm, NormedProduct, Product, are_rounded, are_weights, joined
 from ...cpu.small_weights import KERNEL
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import TokenBias
@@ -274,8 +274,7 @@ def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head:
     or offloaded.
     """
     # The result outlives the call and may be used with gradients enabled, so no inference tensors.
-    rounded = (*rounded_dtypes(), torch.float32) if rounded_dtypes() else ()
-    with torch.inference_mode(False), torch.no_grad(), rounding(*rounded):
+    with torch.inference_mode(False), torch.no_grad():
         head = drafter.lm_head if drafter.lm_head is not None else output_head
         tensors = [getattr(head, "weight", None), *drafter.parameters()]
         as_built = all(part is drafter or (type(part) in _PARTS and is_unhooked(part)) for part in drafter.modules())
@@ -294,7 +293,7 @@ def _stamp(drafter: HSDraftNetwork, tensors: Sequence[torch.Tensor]) -> tuple[An
     """What shows a change without reading values. Inference tensors have no write counter."""
     ids = drafter.config.draft_vocab_ids
     seen = [(t.data_ptr(), 0 if t.is_inference() else t._version, t.shape, t.dtype, t.device) for t in tensors]
-    return rounded_dtypes(), KERNEL.operators() is not None, ids if ids is None else tuple(ids), seen
+    return are_rounded(), KERNEL.operators() is not None, ids if ids is None else tuple(ids), seen
 
 
 # Modules of a plain drafter; others may change without a change of parameters.

@@ -297,7 +297,7 @@ class LearningOptions:
     candidates: Annotated[
         int | None,
         "Number of the target's most probable tokens that the loss compares at each position; 0 compares "
-        "all. Default: 16 on CPUs, for large draft vocabularies where the family can.",
+        "all. Default: 16 for large draft vocabularies where the family can.",
         {"min": 0},
     ] = None
     drawn_candidates: Annotated[int, "Number of further tokens that it compares, drawn by frequency.", {"min": 1}] = (

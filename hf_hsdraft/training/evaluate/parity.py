@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...core.draft_tree import Expansion
-from ...cpu.products import rounding
+from ...cpu.products import in_full_precision
 from ...drafters.base.draft_options import NOT_REFINED
 from ...drafters.base.protocol import WrappedDrafter
 from ...engine.loop import Observer, Round
@@ -138,7 +138,7 @@ def _compare_text(
     decoding.
     """
     observed, length = _ObservedDrafter(drafter, prompt.shape[1]), prompt.shape[1]
-    with rounding():  # as training computes
+    with in_full_precision():  # as training computes
         output = target.generate(
             prompt.to(target.device),
             attention_mask=torch.ones_like(prompt).to(target.device),

@@ -48,7 +48,7 @@ from .start import (
 )
 from .trainer import DrafterTrainer
 
-_CANDIDATES, _LARGE_VOCABULARY = 16, 4096  # by default so many are compared on a CPU, where so many can be drafted
+_CANDIDATES, _LARGE_VOCABULARY = 16, 4096  # by default so many are compared, where so many can be drafted
 _FEWEST = 3  # more chats than these: then training begins when the time for answers is over
 BEFORE_LEARNING = 1024  # conversations of a stream that choose the held-out ones and the draft vocabulary
 
@@ -243,11 +243,11 @@ class _Run:
         report("{chats:,} conversations, {tokens:,} tokens, {answers:,} of them answers".format(**amount))
         drafter = self._drafter(start, tokenized[:first])
         if args.candidates is None:
-            large = len(drafter.draft_vocab_ids()) >= _LARGE_VOCABULARY
-            args.candidates = _CANDIDATES if large and args.device.type == "cpu" else 0
+            args.candidates = _CANDIDATES if len(drafter.draft_vocab_ids()) >= _LARGE_VOCABULARY else 0
+        taps = family.taps(drafter, target)
         readable = self._cached(drafter, features) if features is not None else lambda chats: chats
         dataset: Any = readable(tokenized)
-        model = self._model(drafter.to(args.device), start, family.taps(drafter, target), tokenized[:16])
+        model = self._model(drafter.to(args.device), start, taps, tokenized[:16])
         last, patience = folder.last_checkpoint(Path(plan.out)), args.early_stopping_patience
         callbacks: list[Any] = [RenewedPictures(plan.results)]
         callbacks += [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]

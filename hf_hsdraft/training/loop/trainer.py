@@ -138,10 +138,6 @@ class DrafterTrainer(Trainer):
         """The drafter that is trained, without its wrappers."""
         return _base(self.accelerator.unwrap_model(self.model))
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        with varying_shapes(self.args.device):
-            return super().train(*args, **kwargs)
-
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.budget.limited:
             return super().create_scheduler(num_training_steps, optimizer)
@@ -182,7 +178,8 @@ class DrafterTrainer(Trainer):
         )
         labels = replace(labels, count=count, regression=weight, measured=measured)
         predictions = family_of(drafter).predictions(drafter, self.weights)
-        output = unroll(model, predictions, pack, chains, labels.tokens, labels)
+        with varying_shapes(self.args.device):
+            output = unroll(model, predictions, pack, chains, labels.tokens, labels)
         loss: LossParts = output["loss"]
         return loss
 
