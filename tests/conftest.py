@@ -27,6 +27,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_hsdraft import HSDraftConfig, HSDrafter, harmless
 from hf_hsdraft.core.tuning import Tuning
+from hf_hsdraft.cpu.small_weights import KERNEL
 
 gc.disable()  # until all tests are imported: what imports make stays
 
@@ -154,6 +155,12 @@ def target():
 @pytest.fixture
 def drafter(target) -> HSDrafter:
     return make_drafter(target)
+
+
+@pytest.fixture
+def unrounded(monkeypatch):
+    """Drafts in float32 by the weights as they are, as where our kernel does not run."""
+    monkeypatch.setattr(KERNEL, "operators", lambda **_: None)
 
 
 @pytest.fixture

@@ -178,10 +178,10 @@ class Tuning:
     spare_part: int = 4
     layers_together: int = 8  # number of layers whose keys grow together - by hand
     # Number of rows of a masked prompt that a trunk reads at once, and number of entries of a mask from which on it is
-    # made in blocks - by hand.
+    # made in blocks, also on GPUs, where launching kernels for each block takes longer - by hand.
     mask_rows: int = 256
     large_mask: int = 2**20
-    large_mask_gpu: int = 2**25  # there a mask is cheap, and launching kernels for each block is not - by hand
+    large_mask_gpu: int = 2**25
     most_known: int = 2**14  # number of last tokens of a prompt that sessions get: entering them takes time - by hand
 
     # --- Trials of a target ---

@@ -22,7 +22,6 @@ from ..core.tuning import TUNING
 from ..drafters.base.adapters import adapted
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
-from ..gpu.varying_shapes import varying_shapes
 from ..runtime.foreign_parts import why_untriable
 from ..runtime.module_hooks import experience_of
 from ..runtime.static_cache import with_draft_room
@@ -170,8 +169,7 @@ def speculative_decoding(
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
         output = _read_prompts(runtime, texts, input_ids, generation_config, keeper)
-        if runtime.slots.size is None:
-            stack.enter_context(varying_shapes(device_of(target)))
+        stack.enter_context(runtime.acceleration.of_rounds(runtime.slots))
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack, history)

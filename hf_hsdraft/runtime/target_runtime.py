@@ -24,8 +24,9 @@ from ..cpu.gguf_blocks import file_of
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packing import Packing, has_copies
 from ..gpu.fixed_shapes import CompiledCalls, compiled
+from ..gpu.varying_shapes import varying_shapes
 from . import tree_reading
-from .cache_slots import as_given, text_cache
+from .cache_slots import CacheSlots, as_given, text_cache
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave, read_missing
 from .module_hooks import experience_of
@@ -169,6 +170,10 @@ class Acceleration:
                 self.packs = True
             self.programs = self._experience.programs = self._layers.running
         return (self.packed, self.programs) != before
+
+    def of_rounds(self, slots: CacheSlots) -> contextlib.AbstractContextManager[None]:
+        """What is in force after the prompts: shapes vary, unless the cache is static."""
+        return varying_shapes(device_of(self._target)) if slots.size is None else contextlib.nullcontext()
 
     def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
         """Returns the target's outputs.

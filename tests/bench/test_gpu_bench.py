@@ -12,7 +12,7 @@ import gpu
 import pytest
 from gpu_bench import kit
 from gpu_bench.counts import FIGURES, figures, per_step
-from gpu_bench.plan import LOOKUP, TRAINING, Clock, Part, parts_of, run
+from gpu_bench.plan import OURS_COMPILED, TRAINING, Clock, Part, parts_of, run
 from gpu_bench.table import page
 
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32"]
@@ -98,22 +98,22 @@ def test_what_has_no_time_left_is_skipped_and_measured_by_the_next_run():
 
     def measure(part):
         time.seconds += 60
-        if part.way == LOOKUP:
+        if part.way == OURS_COMPILED:
             raise MemoryError("full")
         return {"rows": []}
 
     parts, saved = parts_of([1], ["8b"]), []
     failed = run(parts, Clock(3.0, time), measure, found, lambda: saved.append(len(found)), lines.append)
     assert saved == list(range(1, len(parts) + 1)) and not failed
-    late = [parts[2], *parts[4:]]  # there was no time for a compiled one, but for the shorter one behind it
+    late = [*parts[2:4], *parts[5:]]  # there was no time for compiled ones, but for the shorter one behind them
     assert [name for name, part in found.items() if "skipped" in part] == [part.name for part in late]
     assert "minutes left, about" in lines[-1]
     failed = run(parts, Clock(60, time), measure, found, lambda: None, lines.append)
-    assert failed == ["8b/1/prompt lookup"] and found[failed[0]]["error"] == "MemoryError: full"
+    assert failed == ["8b/1/ours compiled"] and found[failed[0]]["error"] == "MemoryError: full"
     assert time.seconds == 60 * len(parts)  # each part once
     settings = {"batches": [1]}
     text = page({"machine": {}, "settings": settings, "parts": found})
-    assert "- 8b/1/prompt lookup: MemoryError: full" in text
+    assert "- 8b/1/ours compiled: MemoryError: full" in text
 
 
 def test_events_of_a_gpu_are_counted():

@@ -137,7 +137,7 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 2070, "engine": 2200, "runtime": 3590, "verify": 625, "generate": 575, "training": 6400, "bench": 1600,
+    "core": 2070, "engine": 2200, "runtime": 3595, "verify": 625, "generate": 575, "training": 6400, "bench": 1600,
     "cli": 2250, "drafters": 13270, "serve": 2560, "hub": 1850,
 }  # fmt: skip
 

@@ -40,12 +40,6 @@ WIDE = {"intermediate_size": 192, "injector_hidden_size": 64, "injector_rank": 6
 HAS_KERNEL = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and sys.platform != "win32"
 
 
-@pytest.fixture
-def unrounded(monkeypatch):
-    """Float32 weights as they are, as where no kernel runs."""
-    monkeypatch.setattr(products.KERNEL, "operators", lambda **_: None)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("head", ["target", "trained"])
 @pytest.mark.parametrize("injector", ["path", "low_rank", "selector"])

@@ -89,6 +89,7 @@ def adapters(request, target):
     return drafter
 
 
+@pytest.mark.usefixtures("unrounded")
 def test_each_call_drafts_as_the_merged_drafter(target, adapters, prompt):
     expected = {name: drafts(target, updated(adapters, name), prompt) for name in (*NAMES, "none")}
     assert len({str(trees) for trees in expected.values()}) == 3
@@ -137,6 +138,7 @@ def test_saved_options_name_no_adapter(target, tmp_path):
     assert loaded.generation_config.adapter_name is None
 
 
+@pytest.mark.usefixtures("unrounded")
 def test_threads_draft_each_by_its_adapter(target, adapters, prompt):
     expected = {name: drafts(target, updated(adapters, name), prompt) for name in NAMES}
     ready, found = threading.Barrier(4), []
@@ -154,6 +156,7 @@ def test_threads_draft_each_by_its_adapter(target, adapters, prompt):
     assert len(found) == 12 and all(trees == expected[name] for name, trees in found)
 
 
+@pytest.mark.usefixtures("unrounded")
 def test_a_switch_during_a_call_changes_later_calls_only(target, adapters, prompt):
     class Switch(Drafts):
         def ended(self, done) -> None:

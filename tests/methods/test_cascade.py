@@ -139,6 +139,7 @@ def test_the_model_reads_accepted_drafts_once(target):
     assert columns == [2 + 2, 1 + 2], "the last token of the chain and the bonus token are new"
 
 
+@pytest.mark.usefixtures("unrounded")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_hidden_state_drafter_drafts_for_the_middle_model_as_for_a_target(target, rows):
     """It drafts what a fresh session drafts that was told the same text at once, by plain forwards of the model."""
