@@ -52,9 +52,11 @@ def pairs_of(drafter, begin: int, count: int):
     return taps, embeds, torch.arange(begin, begin + count)
 
 
-def are_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def are_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
     error = (found.float() - expected.float()).norm() / expected.float().norm()
-    return found.shape == expected.shape and bool(error < 0.06)  # weights are rounded to 8 bits
+    return found.shape == expected.shape and bool(
+        error < (1e-5 if (dtype or expected.dtype) == torch.float32 else 0.06)
+    )
 
 
 @torch.no_grad()
@@ -66,7 +68,9 @@ def test_states_are_those_of_the_layers(form, dtype):
     drafter, weights = pair_of(dtype, num_draft_steps=5, **FORMS[form])
     working = QuickWeights.of(drafter, weights.head)
     assert working.rolling is not None
-    plain, quick = RollOut(WorkingWeights.of(drafter, weights.head), drafter), RollOut(working, drafter)
+    # In float32 to the last digits, by the same weights of 8 bits.
+    modules = replace(working, rolling=None) if dtype == torch.float32 else WorkingWeights.of(drafter, weights.head)
+    plain, quick = RollOut(modules, drafter), RollOut(working, drafter)
     begin = 0
     for count, steps in ((70, 5), (1, 5), (7, 1), (3, 4), (2, 5)):
         pairs = pairs_of(drafter, begin, count)
@@ -109,7 +113,7 @@ def test_trees_are_those_of_the_modules(resampled, width, dtype, tuned):
         ways = [trees_of(each, weights, *given, limits, temperature) for each in (working, by_modules)]
         found, expected = ways
         assert found.depths == expected.depths
-        assert are_close(*(torch.tensor(each.scores) for each in ways))
+        assert are_close(*(torch.tensor(each.scores) for each in ways), dtype)
         if dtype == torch.float32:
             assert found.tokens == expected.tokens and found.parents == expected.parents
 
@@ -134,6 +138,8 @@ def test_what_is_not_plain_is_left_to_the_modules(change):
     with in_full_precision() if change == "full precision" else contextlib.nullcontext():
         working = QuickWeights.of(drafter, weights.head)
     assert working.rolling is None
+    with in_full_precision():  # the parts that are left are rounded otherwise
+        working = QuickWeights.of(drafter, weights.head)
     pairs = pairs_of(drafter, 0, 3)
     found = RollOut(working, drafter)({0: 3}, pairs, 4)
     assert are_close(found, RollOut(WorkingWeights.of(drafter, weights.head), drafter)({0: 3}, pairs, 4))
