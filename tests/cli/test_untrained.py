@@ -84,13 +84,3 @@ def test_a_command_that_needs_a_trained_drafter_says_how_to_get_one(place):
         app, ["make", "refiner", "--target", str(place / "target"), "--train", str(place)], env={"COLUMNS": "200"}
     )
     assert result.exit_code == 2 and "hsdraft train --target" in result.output
-
-
-def test_chains_are_listed_by_length():
-    from test_cli import ROOT
-
-    from hf_hsdraft.cli._describe import describe
-
-    figures = describe(str(ROOT / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"))["figures"]
-    chains = [title.split(",")[0] for title in figures if title.startswith("chain")]
-    assert len(chains) > 3 and chains == sorted(chains)

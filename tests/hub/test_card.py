@@ -151,6 +151,8 @@ def test_chains_are_reported_by_length_and_category_and_by_depth(folder):
     assert "Speed: not measured" in card.text and not (folder / "speed_up.png").exists()
     results = [(result.metric_type, result.metric_value) for result in card.data.eval_results]
     assert results == [("acceptance_length", 1.75), ("acceptance_length", 2.0)]
+    listed = [title.split(",")[0] for title in describe(str(folder))["figures"] if title.startswith("chain")]
+    assert listed == ["chain2", "chain10"]
 
 
 def test_reports_are_kept_beside_those_of_other_commands(folder):
