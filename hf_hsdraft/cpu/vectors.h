@@ -52,37 +52,11 @@ INLINE float first_of(Floats x) { return _mm512_cvtss_f32(x); }
 INLINE float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 INLINE float greatest_of(Floats x) { return _mm512_reduce_max_ps(x); }
 
-// A vector of bytes, with or without a sign.
+// A vector of bytes without a sign.
 INLINE Words of_bytes(const uint8_t* from) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
-INLINE Words of_signed_bytes(const uint8_t* from) {
-  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
 INLINE Floats to_floats(Words x) { return _mm512_cvtepi32_ps(x); }
-
-// The low four bits of each number, or the next four: they pick from 16 numbers.
-INLINE Floats four_bits(Words x, bool next) {
-  const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return _mm512_permutexvar_ps(next ? _mm512_srli_epi32(x, 4) : x, all);
-}
-
-// Half as many numbers, float32 or float16, each twice.
-INLINE Floats doubled(__m256 x) {
-  const __m512i places = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  return _mm512_permutexvar_ps(places, _mm512_castps256_ps512(x));
-}
-INLINE Floats doubled(const float* from) { return doubled(_mm256_loadu_ps(from)); }
-INLINE Floats doubled_halves(const void* from) {
-  return doubled(_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from))));
-}
-
-// Two numbers, again and again.
-INLINE Floats pairs_of(const float* x) {
-  double both;
-  std::memcpy(&both, x, 8);
-  return _mm512_castpd_ps(_mm512_set1_pd(both));
-}
 
 // A vector of bfloat16.
 INLINE Floats widened(const void* from) {
@@ -173,26 +147,7 @@ INLINE float greatest_of(Floats x) {
 INLINE Words of_bytes(const uint8_t* from) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 }
-INLINE Words of_signed_bytes(const uint8_t* from) {
-  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-}
 INLINE Floats to_floats(Words x) { return _mm256_cvtepi32_ps(x); }
-INLINE Floats four_bits(Words x, bool next) {
-  return to_floats(_mm256_and_si256(next ? _mm256_srli_epi32(x, 4) : x, _mm256_set1_epi32(15)));
-}
-INLINE Floats doubled(__m128 x) {
-  const __m256i places = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
-  return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(x), places);
-}
-INLINE Floats doubled(const float* from) { return doubled(_mm_loadu_ps(from)); }
-INLINE Floats doubled_halves(const void* from) {
-  return doubled(_mm_cvtph_ps(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
-}
-INLINE Floats pairs_of(const float* x) {
-  double both;
-  std::memcpy(&both, x, 8);
-  return _mm256_castpd_ps(_mm256_set1_pd(both));
-}
 INLINE Floats widened(const void* from) {
   const __m128i bits = _mm_loadu_si128(static_cast<const __m128i*>(from));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
