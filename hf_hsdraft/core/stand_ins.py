@@ -33,14 +33,17 @@ def standing_in(stand_ins: Mapping[Any, StandIn], later: Collection[Any] = ()) -
         return
     before = in_use.get()
     placed, token = list[Placed](), in_use.set({**before, **stand_ins} if before else stand_ins)
-    rest = [module for module in stand_ins if module in later] if later else []
+    now: Collection[Any] = stand_ins.keys() - later if later else stand_ins.keys()
+    is_whole = len(now) == len(stand_ins)
 
     def place_rest() -> None:
-        _place(rest, placed)
-        rest.clear()
+        nonlocal is_whole
+        if not is_whole:
+            is_whole = True
+            _place([module for module in stand_ins if module not in now], placed)
 
     try:
-        _place([module for module in stand_ins if module not in later] if later else stand_ins, placed)
+        _place(now, placed)
         yield place_rest
     finally:
         in_use.reset(token)  # first: if interrupted, what remains calls the module itself

@@ -204,13 +204,22 @@ struct Layer {
   }
 };
 
-// The outputs of each layer. `parts` has kOfLayer tensors for each, `rooms` that of its keys and that of its values,
-// [B, key heads, more, size], of which `length` slots are filled.
+// Whether a room still begins with what a layer of the cache holds, and has slots for `more`.
+bool begins(const at::Tensor& room, const at::Tensor& held, int64_t more) {
+  return room.dim() == 4 && held.dim() == 4 && room.is_alias_of(held) && room.strides() == held.strides() &&
+         room.storage_offset() == held.storage_offset() && room.scalar_type() == held.scalar_type() &&
+         room.size(0) == held.size(0) && room.size(1) == held.size(1) && room.size(3) == held.size(3) &&
+         held.size(2) + more <= room.size(2);
+}
+
+// The outputs of each layer, then its keys and its values, which begin with those `held`; nothing where a room does not
+// fit. `parts` has kOfLayer tensors for each layer, `held` and `rooms` that of its keys and that of its values,
+// [B, key heads, slots, size].
 std::vector<at::Tensor> decode(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const Maybe& mask,
-                               const c10::List<Maybe>& parts, at::TensorList rooms, int64_t length,
+                               const c10::List<Maybe>& parts, at::TensorList held, at::TensorList rooms,
                                at::IntArrayRef formats, at::IntArrayRef form, at::ArrayRef<double> scales) {
   const int64_t layers = rooms.size() / 2, texts = x.size(0), n = x.size(1);
-  TORCH_CHECK(form.size() == 6 && scales.size() == 3, "no such form");
+  TORCH_CHECK(form.size() == 6 && scales.size() == 3 && held.size() == rooms.size() && layers, "no such form");
   const Decoder decoder{form[0],      form[1],   form[2],   form[3],  form[4] != 0,
                         form[5] != 0, scales[0], scales[1], scales[2]};
   const auto type = x.scalar_type();
@@ -222,10 +231,12 @@ std::vector<at::Tensor> decode(const at::Tensor& x, const at::Tensor& cos, const
                 "no such angles");
   TORCH_CHECK(static_cast<int64_t>(parts.size()) == layers * kOfLayer, "not of these layers");
   TORCH_CHECK(static_cast<int64_t>(formats.size()) == layers * kProducts, "not of these layers");
-  for (const at::Tensor& room : rooms)
-    TORCH_CHECK(room.scalar_type() == type && room.size(0) == texts && room.size(1) == decoder.key_heads &&
-                    room.size(2) >= length + n && room.size(3) == decoder.size && room.stride(3) == 1,
-                "no such room");
+  const int64_t length = held[0].dim() == 4 ? held[0].size(2) : 0;
+  for (size_t i = 0; i < rooms.size(); ++i)
+    if (!begins(rooms[i], held[i], n) || rooms[i].scalar_type() != type || held[i].size(2) != length ||
+        rooms[i].size(0) != texts || rooms[i].size(1) != decoder.key_heads || rooms[i].size(3) != decoder.size ||
+        rooms[i].stride(3) != 1)
+      return {};
   const std::vector<Maybe> all = parts.vec();
   std::vector<at::Tensor> outputs;
   for (int64_t i = 0; i < layers; ++i) {
@@ -238,5 +249,6 @@ std::vector<at::Tensor> decode(const at::Tensor& x, const at::Tensor& cos, const
     outputs.push_back(type == at::kFloat ? run(Layer<float>{decoder, own, their})
                                          : run(Layer<uint16_t>{decoder, own, their}));
   }
+  for (const at::Tensor& room : rooms) outputs.push_back(room.narrow(2, 0, length + n));
   return outputs;
 }

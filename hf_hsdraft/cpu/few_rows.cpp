@@ -150,8 +150,8 @@ at::Tensor sums(const at::Tensor& rows, int64_t parts) {
     library.def("blocks_of(Tensor raw, Tensor weight, Tensor order, int kind) -> Tensor");                      \
     library.def("attend(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor");       \
     library.def(                                                                                                \
-        "decode(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor?[] parts, Tensor[] rooms, int length,"    \
-        " int[] formats, int[] form, float[] scales) -> Tensor[]");                                              \
+        "decode(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor?[] parts, Tensor[] held,"                \
+        " Tensor[] rooms, int[] formats, int[] form, float[] scales) -> Tensor[]");                              \
     library.def(                                                                                                \
         "roll_out(Tensor taps, Tensor embeds, Tensor positions, Tensor frequencies, Tensor?[] parts,"            \
         " Tensor[] rooms, int length, int ahead, int window, int[] formats, int[] form, float eps) -> Tensor");  \

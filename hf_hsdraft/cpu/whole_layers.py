@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -40,6 +40,7 @@ _PRODUCTS = (  # in the order of decoder.h
     ("mlp.down_proj",),
 )
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+_UNREAD = {"training", "in_features", "out_features", "_is_hf_initialized"}  # by torch's linear layers
 _ANGLES = "position_embeddings"
 _MOST_REPORTS = 3  # forwards after which products that are not joined yet will not be
 _BY_US, _BY_HEAD, _BY_KEYS = range(3)  # how decoder.h attends
@@ -57,8 +58,8 @@ class Watch:
         places, self._before, self._inside = list[tuple[dict[str, Any], str, Any]](), list[Any](), list[Any]()
         for layer in layers:
             for module in layer.modules():
-                own = vars(module)
-                places += [(own, name, own[name]) for name in own if name not in OF_EVERY_MODULE]
+                own, unread = vars(module), OF_EVERY_MODULE | (_UNREAD if type(module) is nn.Linear else set())
+                places += [(own, name, own[name]) for name in own if name not in unread]
                 places += [(own["_modules"], name, part) for name, part in own["_modules"].items()]
                 if weights:
                     places += [(own["_parameters"], name, weight) for name, weight in own["_parameters"].items()]
@@ -186,6 +187,14 @@ def _is_code_of_transformers(function: Any) -> bool:
     return False
 
 
+class _Filled(NamedTuple):
+    """A layer of a cache as the operator reads it, see `GrowingLayer`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    rooms: Sequence[torch.Tensor]
+
+
 @dataclass
 class _Ahead:
     """What was computed for layers that are called later."""
@@ -274,18 +283,23 @@ class Chain:
         found = form_of(x, kwargs)
         if found is None or not _is_usual(x, kwargs):
             return NotImplemented
-        parts, cache, mask = self._parts_in(x), cache_of(kwargs), kwargs.get(MASK)
-        if parts is None or (rooms := self._rooms(cache, x)) is None:
+        parts, mask, owns = self._parts_in(x), kwargs.get(MASK), self._growing(cache_of(kwargs))
+        if parts is None or owns is None:
             return NotImplemented
-        layers, buffers, length = rooms
-        end = length + x.shape[1]
+        end = owns[0].keys.shape[-2] + x.shape[1]
         if mask is not None and (mask.shape[0] not in (1, len(x)) or mask.shape[1:] != (1, x.shape[1], end)):
             return NotImplemented
         if not self._agrees(operators, parts, x, kwargs, *found):
             return NotImplemented
-        outputs = self._decoded(operators, parts, x, kwargs, mask, buffers, length)
-        filled = [buffer[:, :, :end] for buffer in buffers]
-        return self._next(_Ahead(outputs, kwargs, list(zip(layers, filled[::2], filled[1::2], strict=True))))
+        made = self._decoded(operators, parts, x, kwargs, mask, owns)
+        if not made:
+            for own in owns:
+                own.make_rooms(x.shape[1])
+            made = self._decoded(operators, parts, x, kwargs, mask, owns)
+        if not made:
+            return NotImplemented
+        count = len(owns)
+        return self._next(_Ahead(made, kwargs, list(zip(owns, made[count::2], made[count + 1 :: 2], strict=True))))
 
     def _parts_in(self, x: torch.Tensor) -> tuple[list[Any], list[int]] | None:
         """The tensors of all layers, as the operator takes them, and the formats of their products' copies.
@@ -346,20 +360,10 @@ class Chain:
         self._most_rows = TUNING.small_rows if any(isinstance(copy, SmallCopy) for copy in copies) else sys.maxsize
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
-    def _rooms(self, cache: Any, x: torch.Tensor) -> tuple[list[Any], list[torch.Tensor], int] | None:
-        """The layers of the cache, buffers with room for the tokens of `x`, and the number of those held."""
-        layers, buffers, kinds = list[Any](), list[torch.Tensor](), set[Any]()
-        for layer in self.layers:
-            own = cache.layers[layer.self_attn.layer_idx]
-            rooms = own.rooms(x.shape[1]) if hasattr(own, "rooms") else None
-            if rooms is None:
-                return None
-            layers.append(own)
-            buffers += rooms
-            kinds |= {(each.shape, each.dtype) for each in (own.keys, own.values)}
-        (batch, key_heads, length, size), dtype = kinds.pop()
-        fits = not kinds and dtype == x.dtype and (batch, key_heads, size) == (x.shape[0], *self._heads[1:])
-        return (layers, buffers, length) if fits else None
+    def _growing(self, cache: Any) -> list[Any] | None:
+        """The layers of the cache, if all have room to grow and hold something."""
+        own = [cache.layers[layer.self_attn.layer_idx] for layer in self.layers]
+        return own if all(hasattr(each, "rooms") and each.get_seq_length() for each in own) else None
 
     def _decoded(
         self,
@@ -368,17 +372,24 @@ class Chain:
         x: torch.Tensor,
         kwargs: dict[str, Any],
         mask: torch.Tensor | None,
-        rooms: Sequence[torch.Tensor],
-        length: int,
+        cache: Sequence[Any],
     ) -> list[torch.Tensor]:
+        """The outputs of as many layers as there are of the `cache`, then their keys and values; nothing if these have
+        no room.
+        """
+        rooms = [room for own in cache for room in own.rooms]
+        if any(room is None for room in rooms):
+            return []
+        held = [states for own in cache for states in (own.keys, own.values)]
         heads, key_heads, _ = self._heads
         batch, n = x.shape[:2]
         way = _BY_US
         if not attends(x.dtype, heads // key_heads * n):
-            way = _BY_KEYS if joins_heads(batch, heads, key_heads, n, length + n) else _BY_HEAD
-        layers, form = len(rooms) // 2, [*self._heads, way, *self._kind]
+            joined = joins_heads(batch, heads, key_heads, n, held[0].shape[-2] + n)
+            way = _BY_KEYS if joined else _BY_HEAD
+        layers, form = len(cache), [*self._heads, way, *self._kind]
         size = len(parts[0]) // len(self.layers) * layers
-        given = parts[0][:size], rooms, length, parts[1][: 4 * layers], form, self._scales
+        given = parts[0][:size], held, rooms, parts[1][: 4 * layers], form, self._scales
         return operators.decode(x, *kwargs[_ANGLES], mask, *given)
 
     def _agrees(
@@ -398,8 +409,9 @@ class Chain:
             layer = self.layers[0]
             expected = type(layer).forward(layer, hidden_states, **given)
             rooms = [x.new_zeros(batch, self._heads[1], count, self._heads[2]) for _ in range(2)]
+            nothing = _Filled(rooms[0][:, :, :0], rooms[1][:, :, :0], rooms)
             try:
-                [found] = self._decoded(operators, parts, x, kwargs, mask.contiguous(), rooms, 0)
+                [found, *_] = self._decoded(operators, parts, x, kwargs, mask.contiguous(), [nothing])
             except RuntimeError:  # torch's packed product takes something else
                 _tried[key] = False
             else:

@@ -64,6 +64,7 @@ class GrowingLayer(DynamicLayer):
     views of the beginning of a longer buffer. Dropping tokens shortens the view, and the next ones overwrite them.
 
     Attributes:
+        rooms: buffers that begin with the keys and the values, unless these were replaced; `None` before the first.
         buffers: of keys and of values, which other layers may share.
     """
 
@@ -72,7 +73,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rooms: list[torch.Tensor | None] = [None, None]
+        self.rooms: list[torch.Tensor | None] = [None, None]
         self._place, self.buffers = 0, (_Buffer(1), _Buffer(1))
 
     @classmethod
@@ -89,7 +90,7 @@ class GrowingLayer(DynamicLayer):
         """Converts to a plain layer, with tensors of exactly the size needed."""
         plain = DynamicLayer()
         plain.__dict__.update(vars(self))
-        for name in ("_rooms", "_place", "buffers"):
+        for name in ("rooms", "_place", "buffers"):
             del plain.__dict__[name]
         if plain.is_initialized:
             plain.keys, plain.values = (
@@ -107,11 +108,11 @@ class GrowingLayer(DynamicLayer):
         self.values = self._appended(1, self.values, value_states)
         return self.keys, self.values
 
-    def rooms(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Buffers that begin with the keys and values held and have room for `count` more; `None` if none are held."""
-        if not self.is_initialized or self.keys.numel() == 0:
-            return None
-        return self._room(0, self.keys, count), self._room(1, self.values, count)
+    def make_rooms(self, count: int) -> None:
+        """Lets `rooms` begin with the keys and values held, and have room for `count` more."""
+        length = self.get_seq_length()
+        self.keys = self._room(0, self.keys, count)[..., :length, :]
+        self.values = self._room(1, self.values, count)[..., :length, :]
 
     def _appended(self, which: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Old and new states in a buffer with room; `which` is 0 for keys and 1 for values."""
@@ -121,10 +122,10 @@ class GrowingLayer(DynamicLayer):
         return room[..., :end, :]
 
     def _room(self, which: int, held: torch.Tensor, count: int) -> torch.Tensor:
-        room, length = self._rooms[which], held.shape[-2]
+        room, length = self.rooms[which], held.shape[-2]
         end = length + count
         if room is None or end > room.shape[-2] or not _begins(room, held):
-            room = self._rooms[which] = self.buffers[which].room(self._place, held, end)
+            room = self.rooms[which] = self.buffers[which].room(self._place, held, end)
         return room
 
 
