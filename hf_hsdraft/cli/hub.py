@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from . import _shared as shared
-from ._shared import check_empty, console, in_bytes, loaded_target, option, say
+from ._shared import check_empty, check_fit, console, in_bytes, loaded_target, option, say
 
 if TYPE_CHECKING:
     from ..drafters.base.auto_drafter import Found
@@ -84,7 +84,7 @@ def info(
     target: Annotated[
         str | None,
         option(
-            "Measure how well the drafter fits this target too: Hub name, folder or .gguf file.",
+            "Check how well the drafter fits this target too: Hub name, folder or .gguf file.",
             callback=shared.present,
         ),
     ] = None,
@@ -106,28 +106,30 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     import torch
 
     from ..drafters.base.readings import told, try_on
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
     from ..drafters.hidden_state.target_match import explain_mismatch
     from ..generate.by_name import load_drafter
 
     drafter = load_drafter(name, torch.float32, **hub)
-    is_published = hasattr(drafter, "tried")
-    if not is_published:
-        _check_hidden_state(drafter, name, "`hsdraft info --target`")
     model, tokenizer = loaded_target(target, torch.float32)
     drafter.check(model)
-    if is_published:
-        questions = getattr(drafter.config, "untold", ())
-        if questions:
-            try_on(drafter, model, tokenizer)
-        for title, reading in told(drafter.config, drafter.tried, questions).items():
-            say(f"{title}: {reading}")
-        if not questions:
-            say(f"{target} fits: its sizes are the drafter's, whose files leave nothing open")
+    if isinstance(drafter, HSDrafter):
+        fits = f"{target} fits: this drafter predicts it as well as its own target"
+        if drafter.config.target_reference is None:
+            fits = "this drafter does not record what its target writes; `hsdraft hub card --target` does"
+        say(explain_mismatch(model, drafter, tokenizer) or fits)
         return
-    fits = f"{target} fits: this drafter predicts it as well as its own target"
-    if drafter.config.target_reference is None:
-        fits = "this drafter does not record what its target writes; `hsdraft hub card --target` does"
-    say(explain_mismatch(model, drafter, tokenizer) or fits)
+    if not hasattr(drafter, "tried"):  # nothing has to be found out on the target
+        check_fit(drafter, model, tokenizer)
+        say(f"{target} fits: it has all that this {type(drafter).__name__} needs; `hsdraft try` measures its speed")
+        return
+    questions = getattr(drafter.config, "untold", ())
+    if questions:
+        try_on(drafter, model, tokenizer)
+    for title, reading in told(drafter.config, drafter.tried, questions).items():
+        say(f"{title}: {reading}")
+    if not questions:
+        say(f"{target} fits: its sizes are the drafter's, whose files leave nothing open")
 
 
 def _check_hidden_state(drafter: Any, name: str, needed_by: str) -> None:

@@ -72,6 +72,19 @@ def test_info_says_what_a_drafter_of_any_format_is(folders, target, tmp_path):
     assert all((form.name in error) == form.loads for form in formats())
 
 
+def test_info_says_whether_a_target_fits_drafters_that_read_tokens(folders, tokenizer, tmp_path):
+    for kind, name in {"language model": "CausalLMDrafter", "cacheback": "CachebackDrafter"}.items():
+        said = run("info", folders[kind], "--target", folders["target"])
+        assert f"{folders['target']} fits: it has all that this {name} needs" in said
+    make_target().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    written = tmp_path / "tokenizer.json"
+    written.write_text(written.read_text().replace('"w7"', '"seven"'))
+    assert "this drafter's tokenizer is not the target's" in refused(
+        "info", folders["language model"], "--target", str(tmp_path)
+    )
+
+
 @commanded
 def test_commands_decode_with_drafters_of_any_format(kind, folders, tmp_path):
     both = "--target", folders["target"], "--drafter", folders[kind]
