@@ -53,7 +53,6 @@ class Pair:
     drafter: str
     dtype: torch.dtype
     device: str = "cpu"
-    packed_weights: bool | None = None  # the drafter's option of that name; `None` leaves it unchanged
 
     def in_fresh_process(self, measure: Callable[..., Found], prompts: Sequence[Any], *given: Any) -> Found:
         """Returns `measure(target, drafter, inputs of the prompts, *given)` from a new process.
@@ -80,8 +79,6 @@ class Pair:
         named = found_for_targets(self.drafter, self.dtype, self.device)
         target, tokenizer = load_target(self.target, self.dtype, self.device)
         drafter = named(target)
-        if self.packed_weights is not None:
-            drafter.generation_config.packed_weights = self.packed_weights
         tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
         texts = ([each] if isinstance(each, str) else each for each in prompts)
         encoded = [encode_batch(tokenizer, each, self.device) for each in texts]

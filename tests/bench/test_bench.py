@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import processes
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
@@ -29,7 +28,6 @@ from hf_hsdraft.bench.run import BATCH, CONTEXT, NEW, check_points, measure, pad
 from hf_hsdraft.bench.systems import PLAIN, System, make_systems, parse_variants
 from hf_hsdraft.cli.hub import enter_benchmarks
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.drafters.base.protocol import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
 from hf_hsdraft.methods.round_profile import TIMED, profile
@@ -464,23 +462,6 @@ def test_a_run_cut_short_leaves_a_report_of_what_there_is(saved, chatty, tokeniz
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="matplotlib"):
         draw_bench(result, saved)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells the peak of a process's memory")
-def test_calls_at_once_are_measured_together(target, inputs):
-    result = processes.measure_calls(target, make_drafter(target), inputs[:2], 8)
-    assert result.calls == 2 and result.packed == (2 if linears_to_pack(target, True) else 0)
-    assert result.added >= 0 and result.before > 0
-
-
-@pytest.mark.process
-def test_first_calls_are_made_in_processes_of_their_own(saved, capsys):
-    prompts = write_prompts(saved / "prompts.jsonl", 1)
-    arguments = ["--target", str(saved / "target"), "--drafter", str(saved / "drafter"), "--prompts", str(prompts)]
-    processes.main([*arguments, "--lengths", "2", "--repeats", "1", "--json", str(saved / "report.json")])
-    assert "drafted s" in capsys.readouterr().out
-    seconds = json.loads((saved / "report.json").read_text())["first_calls"]["2"]
-    assert all(len(each) == 1 and each[0] > 0 for each in seconds.values()) and len(seconds) == 2
 
 
 def test_variants_fit_drafters_of_any_depth(target, drafter):
