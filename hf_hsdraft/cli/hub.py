@@ -112,16 +112,19 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
 
     drafter = load_drafter(name, torch.float32, **hub)
     model, tokenizer = loaded_target(target, torch.float32)
+    if not isinstance(drafter, HSDrafter) and not hasattr(drafter, "tried"):  # it reads the text alone
+        check_fit(drafter, model, tokenizer)
+        fits = f"it has all that this {type(drafter).__name__} needs; `hsdraft try` measures its speed"
+        if getattr(drafter, "tokenizer", tokenizer) is None:
+            fits = "as far as is known: the drafter comes without a tokenizer, which has to be the target's"
+        say(f"{target} fits: {fits}")
+        return
     drafter.check(model)
     if isinstance(drafter, HSDrafter):
         fits = f"{target} fits: this drafter predicts it as well as its own target"
         if drafter.config.target_reference is None:
             fits = "this drafter does not record what its target writes; `hsdraft hub card --target` does"
         say(explain_mismatch(model, drafter, tokenizer) or fits)
-        return
-    if not hasattr(drafter, "tried"):  # nothing has to be found out on the target
-        check_fit(drafter, model, tokenizer)
-        say(f"{target} fits: it has all that this {type(drafter).__name__} needs; `hsdraft try` measures its speed")
         return
     questions = getattr(drafter.config, "untold", ())
     if questions:

@@ -33,7 +33,7 @@ def standing_in(stand_ins: Mapping[Any, StandIn], later: Collection[Any] = ()) -
         return
     before = in_use.get()
     placed, token = list[Placed](), in_use.set({**before, **stand_ins} if before else stand_ins)
-    now: Collection[Any] = stand_ins.keys() - later if later else stand_ins.keys()
+    now = stand_ins.keys() - later if later else set(stand_ins)
     is_whole = len(now) == len(stand_ins)
 
     def place_rest() -> None:

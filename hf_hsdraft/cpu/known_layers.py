@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..core.stand_ins import is_compiled
-from .layer_form import OF_EVERY_MODULE, described_config, described_kind, description_of, is_fixed, plain
+from .layer_form import described_config, described_kind, description_of, is_fixed, plain, read_of
 from .whole_layers import Watch
 
 _FORM = operator.attrgetter("shape", "dtype", "device")
@@ -34,7 +34,7 @@ class KnownLayers:
         owns = list(map(vars, self._modules))
         self._kept = _holders_of(owns), [list(own["_buffers"].values()) for own in owns]  # so that no id is reused
         self._kinds: list[Any] = list(dict.fromkeys(map(type, self._modules)))
-        values = [value for own in owns for name, value in own.items() if name not in OF_EVERY_MODULE]
+        values = [vars(module)[name] for module in self._modules for name in read_of(module)]
         self._configs = list({id(each): each for each in values if isinstance(each, PreTrainedConfig)}.values())
         self._others = [each for each in values if not (isinstance(each, PreTrainedConfig) or is_fixed(each))]
         compiled = any(map(is_compiled, self._modules))

@@ -82,7 +82,7 @@ def traced(layer: nn.Module, form: Form) -> tuple[fx.GraphModule, list[torch.Ten
     """A layer as a graph, its example inputs, and what runs it has to know. Replaces parts of the layer."""
     linears = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
     for place, (name, module) in enumerate(linears):
-        layer.set_submodule(name, _Product(place, module.out_features))
+        layer.set_submodule(name, _Product(place, len(module.weight)))
     for name, module in layer.named_modules():
         if "layer_idx" in vars(module):
             module.layer_idx = _Index(name)

@@ -27,6 +27,7 @@ _OF_THE_MODEL = "output_hidden_states"  # handed down to layers, which do not re
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # A stand-in of another thread's call may be in place of a module's call.
 OF_EVERY_MODULE = (frozenset(vars(nn.Module())) | {"_compiled_call_impl"}) - {"training"}
+_UNREAD = {"training", "in_features", "out_features", "_is_hf_initialized"}  # by torch's linear layers
 
 
 class CannotCompile(Exception):
@@ -42,6 +43,12 @@ def description_of(layer: nn.Module, described: dict[Any, str]) -> str:
     return "\n".join(f"{name}: {_describe(module, described)}" for name, module in layer.named_modules())
 
 
+def read_of(module: nn.Module) -> list[str]:
+    """The names of a module's own attributes that its forward may read."""
+    unread = OF_EVERY_MODULE | _UNREAD if type(module) is nn.Linear else OF_EVERY_MODULE
+    return [name for name in vars(module) if name not in unread]
+
+
 def _describe(module: nn.Module, described: dict[Any, str]) -> str:
     own, tensors, kind = vars(module), dict[str, Any](), type(module)
     for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
@@ -49,14 +56,15 @@ def _describe(module: nn.Module, described: dict[Any, str]) -> str:
     if kind not in described:
         described[kind] = described_kind(kind)
     parts = [f"{described[kind]} {tensors}"]
-    for name, value in own.items():
+    for name in read_of(module):
+        value = own[name]
         if isinstance(value, PreTrainedConfig):
             if id(value) not in described:
                 described[id(value)] = described_config(value)
             parts.append(described[id(value)])
         elif name == "forward":
             raise CannotCompile("its forward was replaced")
-        elif name not in OF_EVERY_MODULE and name != "layer_idx":
+        elif name != "layer_idx":
             parts.append(f"{name}={plain(value)}")
     return " ".join(parts)
 

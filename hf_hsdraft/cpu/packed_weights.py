@@ -310,7 +310,7 @@ class PackedLinears(PackedWeight):
             outputs = self._product(x)
             if outputs is NotImplemented:
                 return outputs
-            parts = outputs.split([linear.out_features for linear in self.linears], dim=-1)
+            parts = outputs.split([len(linear.weight) for linear in self.linears], dim=-1)
             self._joint.state, self._joint.parts = state, parts
             return parts[0].contiguous()
         known = getattr(self._joint, "state", None)

@@ -84,8 +84,10 @@ void sums_of_products(const Task& task, int64_t row, int64_t group) {
         }
       }
   }
+#pragma GCC unroll 32  // else the compiler keeps sums in memory
   for (int i = 0; i < N; ++i) {
     alignas(64) float pairs[2 * kOutputs], found[kOutputs];
+#pragma GCC unroll 2
     for (int side = 0; side < 2; ++side) store(pairs + kWidth * side, sums[i][side]);
     for (int at = 0; at < kOutputs; ++at) found[at] = pairs[2 * at] + pairs[2 * at + 1];
     write<F, false>(task, row + i, group * kOutputs, load(found));

@@ -96,7 +96,7 @@ def _multiplies(found: Any) -> bool:
     copies: list[SmallCopy | None] = [in_int8(found, numbers.to(torch.int8), scales)]
     for kind, blocks in _blocks_of(numbers.view(outputs, -1, INPUTS)).items():
         copies.append(in_blocks(found, kind, blocks.flatten(1), numbers.bfloat16()))
-    for rows in (1, 5, 17):  # a vector, a tile, two of them
+    for rows in (1, 3, 4, 5, 17):  # each way to multiply: few rows directly, then by panels; a tile, two of them
         x = integers(rows, inputs)
         for copy in copies:
             if copy is None:

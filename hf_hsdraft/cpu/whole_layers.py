@@ -25,7 +25,7 @@ from ..core.stand_ins import in_use
 from ..core.tuning import TUNING
 from .few_queries import attends
 from .grouped_attention import is_known, joins_heads
-from .layer_form import MASK, OF_EVERY_MODULE, Form, arguments_of, cache_of
+from .layer_form import MASK, Form, arguments_of, cache_of, read_of
 from .packed_weights import PackedLinears
 from .small_weights import KERNEL, SmallCopy
 
@@ -40,7 +40,6 @@ _PRODUCTS = (  # in the order of decoder.h
     ("mlp.down_proj",),
 )
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
-_UNREAD = {"training", "in_features", "out_features", "_is_hf_initialized"}  # by torch's linear layers
 _ANGLES = "position_embeddings"
 _MOST_REPORTS = 3  # forwards after which products that are not joined yet will not be
 _BY_US, _BY_HEAD, _BY_KEYS = range(3)  # how decoder.h attends
@@ -58,8 +57,8 @@ class Watch:
         places, self._before, self._inside = list[tuple[dict[str, Any], str, Any]](), list[Any](), list[Any]()
         for layer in layers:
             for module in layer.modules():
-                own, unread = vars(module), OF_EVERY_MODULE | (_UNREAD if type(module) is nn.Linear else set())
-                places += [(own, name, own[name]) for name in own if name not in unread]
+                own = vars(module)
+                places += [(own, name, own[name]) for name in read_of(module)]
                 places += [(own["_modules"], name, part) for name, part in own["_modules"].items()]
                 if weights:
                     places += [(own["_parameters"], name, weight) for name, weight in own["_parameters"].items()]
@@ -361,7 +360,7 @@ class Chain:
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
     def _growing(self, cache: Any) -> list[Any] | None:
-        """The layers of the cache, if all have room to grow and hold something."""
+        """The layers of the cache, if all can grow in place and hold something."""
         own = [cache.layers[layer.self_attn.layer_idx] for layer in self.layers]
         return own if all(hasattr(each, "rooms") and each.get_seq_length() for each in own) else None
 
@@ -411,11 +410,10 @@ class Chain:
             rooms = [x.new_zeros(batch, self._heads[1], count, self._heads[2]) for _ in range(2)]
             nothing = _Filled(rooms[0][:, :, :0], rooms[1][:, :, :0], rooms)
             try:
-                [found, *_] = self._decoded(operators, parts, x, kwargs, mask.contiguous(), [nothing])
+                made = self._decoded(operators, parts, x, kwargs, mask.contiguous(), [nothing])
             except RuntimeError:  # torch's packed product takes something else
-                _tried[key] = False
-            else:
-                _tried[key] = isinstance(expected, torch.Tensor) and are_close(expected, found, x)
+                made = []
+            _tried[key] = bool(made) and isinstance(expected, torch.Tensor) and are_close(expected, made[0], x)
         return _tried[key]
 
 

@@ -109,10 +109,9 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def make_rooms(self, count: int) -> None:
-        """Lets `rooms` begin with the keys and values held, and have room for `count` more."""
-        length = self.get_seq_length()
-        self.keys = self._room(0, self.keys, count)[..., :length, :]
-        self.values = self._room(1, self.values, count)[..., :length, :]
+        """Moves keys and values to the beginning of `rooms`, which then have room for `count` more."""
+        self.keys = self._room(0, self.keys, count)[..., : self.keys.shape[-2], :]
+        self.values = self._room(1, self.values, count)[..., : self.values.shape[-2], :]
 
     def _appended(self, which: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Old and new states in a buffer with room; `which` is 0 for keys and 1 for values."""
@@ -132,7 +131,12 @@ class GrowingLayer(DynamicLayer):
 def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:
     """Whether `held` is still the beginning of the buffer; beams, batches and offloading replace it."""
     same_place = held.data_ptr() == room.data_ptr() and held.device == room.device and held.dtype == room.dtype
-    return same_place and held.stride() == room.stride() and held.shape[:-2] == room.shape[:-2]
+    return (
+        same_place
+        and held.stride() == room.stride()
+        and held.shape[:-2] == room.shape[:-2]
+        and held.shape[-1] == room.shape[-1]
+    )
 
 
 def make_room(cache: Cache) -> None:

@@ -1,6 +1,7 @@
 """Layers of the common form in one call: plain decoding's texts and states; elsewhere layers run as they are."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -122,23 +123,30 @@ def test_weights_without_a_version_are_left_to_the_layers(runs, part):
     assert torch.equal(drafted, target.generate(IDS[:1], **GREEDY)) and not runs
 
 
-def reading(target, count: int = 5):
-    """The logits of a tree's forward, as it is and accelerated until all layers run at once, and the acceleration."""
-    ids = IDS[:1, :count]
-    mask = torch.ones(1, 1, count, 9 + count, dtype=torch.bool).tril(9)
+def reading(target, count: int = 5, rows: int = 1):
+    """The logits of a tree's forward, as it is and accelerated until all layers run at once.
+
+    Both may be given what changes a cache that has had room for the tree.
+    """
+    ids, positions = IDS[:rows, :count], torch.arange(9, 9 + count).repeat(rows, 1)
+    mask = torch.ones(rows, 1, count, 9 + count, dtype=torch.bool).tril(9)
 
     with torch.no_grad():
-        prompt = target(IDS[:1], use_cache=True)[CACHE]
+        prompt = target(IDS[:rows], use_cache=True)[CACHE]
     states = [(layer.keys, layer.values) for layer in prompt.layers]
 
-    def read(acceleration):
+    def read(acceleration, change=None):
         cache = DynamicCache(config=target.config)
         with torch.no_grad():
             for layer, state in zip(cache.layers, states, strict=True):
                 layer.update(*map(torch.clone, state))
             make_room(cache)
-            given = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(9, 9 + count)[None]}
-            logits = acceleration.forward({**given, CACHE: cache}, comes_again=False).logits
+            if change is not None:
+                for layer in cache.layers:
+                    layer.make_rooms(count)
+                change(cache)
+            given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE: cache}
+            logits = acceleration.forward(given, comes_again=False).logits
         assert {layer.keys.shape[2] for layer in cache.layers} == {9 + count}
         return logits
 
@@ -147,7 +155,44 @@ def reading(target, count: int = 5):
     for _ in range(3):
         read(acceleration)
         acceleration.after_round()
-    return lambda: read(plain), lambda: read(acceleration)
+    return functools.partial(read, plain), functools.partial(read, acceleration)
+
+
+def move_values(cache):
+    for layer in cache.layers:
+        layer.values = (2.0 * layer.values).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([2, 0, 1])),
+        lambda cache: setattr(cache.layers[1], "keys", 1.0 + cache.layers[1].keys),
+        lambda cache: setattr(cache.layers[2], "keys", cache.layers[2].rooms[0].fill_(0.5)[:, :, 1:10]),
+        lambda cache: setattr(cache.layers[0], "values", cache.layers[1].values),
+        move_values,
+    ],
+    ids=["rows", "keys", "place", "another layer's", "strides"],
+)
+def test_replaced_keys_and_values_are_read(runs, change):
+    plain, accelerated = reading(KINDS["llama"](), rows=3)
+    runs.clear()
+    torch.testing.assert_close(accelerated(change), plain(change), atol=1e-3, rtol=1e-3)
+    assert runs == [3] and not torch.allclose(accelerated(), accelerated(change), atol=1e-3)
+
+
+def test_keys_without_values_are_an_error_as_in_plain_decoding(runs):
+    """As an interrupted forward of the user's may have left them."""
+
+    def shorten(cache):
+        for layer in cache.layers:
+            layer.values = layer.values[:, :, :8]
+
+    for read in reading(KINDS["llama"]()):
+        runs.clear()
+        with pytest.raises(RuntimeError, match="must match"):
+            read(shorten)
+    assert not runs
 
 
 @pytest.mark.parametrize("dtype", [each for each in (torch.float32, torch.bfloat16) if can_pack(each)])
