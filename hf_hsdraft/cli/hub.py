@@ -135,15 +135,6 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
         say(f"{target} fits: its sizes are the drafter's, whose files leave nothing open")
 
 
-def _check_hidden_state(drafter: Any, name: str, needed_by: str) -> None:
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-
-    if not isinstance(drafter, HSDrafter):
-        raise ValueError(
-            f"{needed_by} needs a hidden-state drafter, as `hsdraft train` makes: {name} is a {type(drafter).__name__}"
-        )
-
-
 @app.command("list", short_help="List the drafters in the Hub cache.")
 def list_cached() -> None:
     """Lists the drafters in the Hub cache."""
@@ -181,13 +172,15 @@ def card(
     language: Annotated[list[str] | None, option("Language of the training data, e.g. en; repeat.")] = None,
 ) -> None:
     """Adds measurements to a drafter's figures, records its target, and rewrites its card."""
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
     from ..generate.by_name import load_drafter
     from ..hub.drafter_files import CARD, RECIPE, read_json
     from ..hub.model_card import is_generated, write_card
     from ..training.files import write_json
 
     drafter = load_drafter(str(folder))
-    _check_hidden_state(drafter, str(folder), "`hsdraft hub card`")
+    if not isinstance(drafter, HSDrafter):
+        raise ValueError(f"`hsdraft hub card` needs a hidden-state drafter: {folder} is a {type(drafter).__name__}")
     if target is not None:
         import torch
 

@@ -34,13 +34,11 @@ def standing_in(stand_ins: Mapping[Any, StandIn], later: Collection[Any] = ()) -
     before = in_use.get()
     placed, token = list[Placed](), in_use.set({**before, **stand_ins} if before else stand_ins)
     now = stand_ins.keys() - later if later else set(stand_ins)
-    is_whole = len(now) == len(stand_ins)
 
     def place_rest() -> None:
-        nonlocal is_whole
-        if not is_whole:
-            is_whole = True
-            _place([module for module in stand_ins if module not in now], placed)
+        rest = [module for module in stand_ins if module not in now] if len(now) < len(stand_ins) else []
+        now.update(rest)
+        _place(rest, placed)
 
     try:
         _place(now, placed)

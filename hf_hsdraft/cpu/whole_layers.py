@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -186,14 +186,6 @@ def _is_code_of_transformers(function: Any) -> bool:
     return False
 
 
-class _Filled(NamedTuple):
-    """A layer of a cache as the operator reads it, see `GrowingLayer`."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    rooms: Sequence[torch.Tensor]
-
-
 @dataclass
 class _Ahead:
     """What was computed for layers that are called later."""
@@ -282,8 +274,10 @@ class Chain:
         found = form_of(x, kwargs)
         if found is None or not _is_usual(x, kwargs):
             return NotImplemented
-        parts, mask, owns = self._parts_in(x), kwargs.get(MASK), self._growing(cache_of(kwargs))
-        if parts is None or owns is None:
+        parts, mask, cache = self._parts_in(x), kwargs.get(MASK), cache_of(kwargs)
+        layers = [] if cache is None else cache.layers
+        owns = [layers[layer.self_attn.layer_idx] for layer in self.layers] if layers else []
+        if parts is None or not owns or not all(hasattr(own, "rooms") and own.get_seq_length() for own in owns):
             return NotImplemented
         end = owns[0].keys.shape[-2] + x.shape[1]
         if mask is not None and (mask.shape[0] not in (1, len(x)) or mask.shape[1:] != (1, x.shape[1], end)):
@@ -359,11 +353,6 @@ class Chain:
         self._most_rows = TUNING.small_rows if any(isinstance(copy, SmallCopy) for copy in copies) else sys.maxsize
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
-    def _growing(self, cache: Any) -> list[Any] | None:
-        """The layers of the cache, if all can grow in place and hold something."""
-        own = [cache.layers[layer.self_attn.layer_idx] for layer in self.layers]
-        return own if all(hasattr(each, "rooms") and each.get_seq_length() for each in own) else None
-
     def _decoded(
         self,
         operators: Any,
@@ -373,9 +362,7 @@ class Chain:
         mask: torch.Tensor | None,
         cache: Sequence[Any],
     ) -> list[torch.Tensor]:
-        """The outputs of as many layers as there are of the `cache`, then their keys and values; nothing if these have
-        no room.
-        """
+        """Outputs, then keys and values, of the first layers, as many as `cache` has; nothing if it lacks room."""
         rooms = [room for own in cache for room in own.rooms]
         if any(room is None for room in rooms):
             return []
@@ -408,7 +395,7 @@ class Chain:
             layer = self.layers[0]
             expected = type(layer).forward(layer, hidden_states, **given)
             rooms = [x.new_zeros(batch, self._heads[1], count, self._heads[2]) for _ in range(2)]
-            nothing = _Filled(rooms[0][:, :, :0], rooms[1][:, :, :0], rooms)
+            nothing = types.SimpleNamespace(keys=rooms[0][:, :, :0], values=rooms[1][:, :, :0], rooms=rooms)
             try:
                 made = self._decoded(operators, parts, x, kwargs, mask.contiguous(), [nothing])
             except RuntimeError:  # torch's packed product takes something else

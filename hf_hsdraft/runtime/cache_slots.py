@@ -131,12 +131,7 @@ class GrowingLayer(DynamicLayer):
 def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:
     """Whether `held` is still the beginning of the buffer; beams, batches and offloading replace it."""
     same_place = held.data_ptr() == room.data_ptr() and held.device == room.device and held.dtype == room.dtype
-    return (
-        same_place
-        and held.stride() == room.stride()
-        and held.shape[:-2] == room.shape[:-2]
-        and held.shape[-1] == room.shape[-1]
-    )
+    return same_place and held.stride() == room.stride() and held[..., :0, :].shape == room[..., :0, :].shape
 
 
 def make_room(cache: Cache) -> None:
