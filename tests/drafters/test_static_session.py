@@ -139,7 +139,7 @@ def test_drafts_are_those_of_the_growing_session(fields, width):
 def test_a_round_without_a_draft_is_not_followed():
     pair = Pair()
     tree = pair.drafted(STEPS)
-    pair.observe(torch.zeros(1, pair.taps), [3])
+    pair.observe(torch.randn(1, pair.taps, generator=torch.Generator().manual_seed(1)), [3])  # zeros make a near tie
     forward = verified(tree, [1] * len(tree), torch.zeros(len(tree), pair.taps), pair.position)
     assert pair.static.follow(forward) is None
     pair.drafted(STEPS)
