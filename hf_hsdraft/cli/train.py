@@ -38,6 +38,10 @@ _QUICK_ARGUMENTS: dict[str, Any] = {
 _QUICK_VOCABULARY = 8192
 
 
+def _own_or(device: str | None) -> str | None:
+    return device if device in (None, "auto") else checked_device(device)
+
+
 @dataclass
 class RunOptions:
     """Options that choose target and device."""
@@ -55,7 +59,7 @@ class RunOptions:
     device: Annotated[
         str | None,
         "Default: this process's GPU, or the CPU; auto spreads the target over all.",
-        {"callback": lambda device: device if device in (None, "auto") else checked_device(device)},
+        {"callback": _own_or},
     ] = None
     chat_template: Annotated[
         Path | None, "Template file, for a target without one.", DATA, {"exists": True, "dir_okay": False}

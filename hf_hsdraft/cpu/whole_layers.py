@@ -275,8 +275,7 @@ class Chain:
         if found is None or not _is_usual(x, kwargs):
             return NotImplemented
         parts, mask, cache = self._parts_in(x), kwargs.get(MASK), cache_of(kwargs)
-        layers = [] if cache is None else cache.layers
-        owns = [layers[layer.self_attn.layer_idx] for layer in self.layers] if layers else []
+        owns = [] if cache is None else [cache.layers[layer.self_attn.layer_idx] for layer in self.layers]
         if parts is None or not owns or not all(hasattr(own, "rooms") and own.get_seq_length() for own in owns):
             return NotImplemented
         end = owns[0].keys.shape[-2] + x.shape[1]
