@@ -130,8 +130,8 @@ class GrowingLayer(DynamicLayer):
 
 def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:
     """Whether `held` is still the beginning of the buffer; beams, batches and offloading replace it."""
-    same_place = held.data_ptr() == room.data_ptr() and held.device == room.device and held.dtype == room.dtype
-    return same_place and held.stride() == room.stride() and held[..., :0, :].shape == room[..., :0, :].shape
+    kinds = [(t.data_ptr(), t.device, t.dtype, t.stride(), t.shape[:-2], t.shape[-1]) for t in (room, held)]
+    return kinds[0] == kinds[1]
 
 
 def make_room(cache: Cache) -> None:
