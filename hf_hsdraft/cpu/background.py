@@ -68,8 +68,6 @@ def start_compiler(
         if turn is not None:
             os.close(turn)
     _started.add(process)
-    if not at_once:
-        _yield(process.pid)
     try:
         threading.Thread(target=_hand_over, args=(process, given), name="hsdraft-compiler", daemon=True).start()
     except RuntimeError:
@@ -77,13 +75,6 @@ def start_compiler(
         process.communicate()
         raise
     return process
-
-
-def _yield(process: int) -> None:
-    """Lets a process yield before it runs `yielding.py`: Python takes a while to start."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
-        Path(f"/proc/{process}/autogroup").write_text("19", encoding="ascii")
 
 
 _started: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()

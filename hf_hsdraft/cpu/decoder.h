@@ -4,8 +4,6 @@
 // those of the text, into the room that the cache has.
 #pragma once
 
-using Maybe = std::optional<at::Tensor>;
-
 // Attention by our operator, or by torch's, of each head or of all that share keys.
 enum Way : int64_t { kOurs, kByHead, kByKeys };
 // All but kBefore and kMiddle may be missing.
@@ -70,41 +68,39 @@ void add_row(const T* a, const T* b, T* to, int64_t size) {
 }
 
 template <typename T>
-const T* read(const at::Tensor& tensor) {
-  return static_cast<const T*>(tensor.const_data_ptr());
+const T* read(const Tensor& tensor) {
+  return tensor.data<T>();
 }
 
 template <typename T>
-T* written(const at::Tensor& tensor) {
-  return static_cast<T*>(tensor.mutable_data_ptr());
+T* written(const Tensor& tensor) {
+  return tensor.data<T>();
 }
 
 // Calls `each` with every row of `size` numbers, by several threads if there are many.
 template <typename Each>
 void by_rows(int64_t rows, int64_t size, const Each& each) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / size), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, std::max<int64_t>(1, 32768 / size), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) each(row);
   });
 }
 
 // x W^T + b, by a copy of one of the formats, or by torch's packed copy.
-at::Tensor multiplied(const at::Tensor& x, const Maybe& copy, const Maybe& scales, const Maybe& bias, int64_t format) {
-  TORCH_CHECK(copy, "expected a weight");
+Tensor multiplied(const Tensor& x, const Maybe& copy, const Maybe& scales, const Maybe& bias, int64_t format) {
+  CHECK(copy, "expected a weight");
   if (format >= 0) return ::product(x, *copy, scales, bias, copy->size(0) * kOutputs, format, true);
-  using Packed = at::Tensor(const at::Tensor&, const at::Tensor&, const Maybe&, std::string_view,
-                            c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
-  static const auto packed =
-      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Packed>();
-  return packed.call(x, *copy, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+  Raw added = bias ? bias->raw() : nullptr, made;
+  CALL(aoti_torch_cpu__linear_pointwise, x.raw(), copy->raw(), bias ? &added : nullptr, "none", nullptr, 0, nullptr, &made);
+  return Tensor(made);
 }
 
 // Norms of vectors of `size`; where these are parts of longer ones, the weights are of all parts.
 template <typename T>
-at::Tensor normed(const at::Tensor& x, const Maybe& weight, int64_t size, double eps, bool from_zero) {
-  TORCH_CHECK(weight && weight->is_contiguous() && weight->scalar_type() == x.scalar_type() && x.is_contiguous() &&
+Tensor normed(const Tensor& x, const Maybe& weight, int64_t size, double eps, bool from_zero) {
+  CHECK(weight && weight->is_contiguous() && weight->scalar_type() == x.scalar_type() && x.is_contiguous() &&
                   size > 0 && size % 16 == 0 && weight->numel() == x.size(-1) && x.size(-1) % size == 0,
               "not of this norm");
-  at::Tensor to = at::empty(x.sizes(), x.options());
+  Tensor to = empty(x.sizes(), x.scalar_type());
   const int64_t parts = x.size(-1) / size;
   const T *from = read<T>(x), *weights = read<T>(*weight);
   T* y = written<T>(to);
@@ -121,24 +117,24 @@ struct Layer {
   const Maybe* parts;
   const int64_t* formats;  // of the products; -1 for torch's packed copies
 
-  at::Tensor product(Place place, const at::Tensor& x) const {
-    std::vector<at::Tensor> biases;
+  Tensor product(Place place, const Tensor& x) const {
+    std::vector<Tensor> biases;
     for (int linear = kFirstBias[place]; linear < kFirstBias[place + 1]; ++linear)
       if (const Maybe& bias = parts[kNorms + 2 * kProducts + linear]) biases.push_back(*bias);
-    const Maybe bias = biases.empty() ? Maybe() : biases.size() == 1 ? biases[0] : at::cat(biases);
+    const Maybe bias = biases.empty() ? Maybe() : biases.size() == 1 ? biases[0] : cat(biases, 0);
     return multiplied(x, parts[kNorms + place], parts[kNorms + kProducts + place], bias, formats[place]);
   }
 
-  at::Tensor norm(Norm part, const at::Tensor& x) const {
+  Tensor norm(Norm part, const Tensor& x) const {
     return normed<T>(x, parts[part], x.size(-1), form.eps, form.from_zero);
   }
 
   // `x` plus what the layer has made of it.
-  at::Tensor added(const at::Tensor& x, at::Tensor made, Norm after) const {
-    TORCH_CHECK(made.sizes() == x.sizes(), "not of this layer");
+  Tensor added(const Tensor& x, Tensor made, Norm after) const {
+    CHECK(made.sizes() == x.sizes(), "not of this layer");
     if (parts[after]) made = norm(after, made);
     const int64_t size = x.size(-1);
-    at::Tensor to = at::empty(x.sizes(), x.options());
+    Tensor to = empty(x.sizes(), x.scalar_type());
     const T *a = read<T>(x), *b = read<T>(made);
     T* y = written<T>(to);
     by_rows(x.numel() / size, size,
@@ -147,54 +143,59 @@ struct Layer {
   }
 
   // Rotates queries in place; puts keys and values into the cache's last slots.
-  void enter(const at::Tensor& joint, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys,
-             const at::Tensor& values, int64_t length) const {
+  void enter(const Tensor& joint, const Tensor& cos, const Tensor& sin, const Tensor& keys,
+             const Tensor& values, int64_t length) const {
     const int64_t n = joint.size(1), size = form.size, heads = form.heads + 2 * form.key_heads;
     const T *cosines = read<T>(cos), *sines = read<T>(sin);
     T *x = written<T>(joint), *k = written<T>(keys), *v = written<T>(values);
+    const T* norms[] = {parts[kQuery] ? read<T>(*parts[kQuery]) : nullptr, parts[kKey] ? read<T>(*parts[kKey]) : nullptr};
+    const Sizes to_key = keys.strides(), to_value = values.strides();
+    const bool one = cos.size(0) == 1;
     by_rows(joint.size(0) * n, heads * size, [&](int64_t row) {
-      const int64_t text = row / n, place = row % n, angle = (cos.size(0) == 1 ? place : row) * size;
+      const int64_t text = row / n, place = row % n, angle = (one ? place : row) * size;
       T* from = x + row * heads * size;
-      const auto turned = [&](T* head, T* to, Norm part) {
-        if (parts[part]) norm_row(head, read<T>(*parts[part]), head, size, form.head_eps, form.from_zero);
+      const auto turned = [&](T* head, T* to, const T* norm) {
+        if (norm) norm_row(head, norm, head, size, form.head_eps, form.from_zero);
         rotate(head, cosines + angle, sines + angle, to, size);
       };
-      for (int64_t head = 0; head < form.heads; ++head, from += size) turned(from, from, kQuery);
+      const auto slot = [&](const Sizes& steps, int64_t head) {
+        return text * steps[0] + head * steps[1] + (length + place) * steps[2];
+      };
+      for (int64_t head = 0; head < form.heads; ++head, from += size) turned(from, from, norms[0]);
+      for (int64_t head = 0; head < form.key_heads; ++head, from += size) turned(from, k + slot(to_key, head), norms[1]);
       for (int64_t head = 0; head < form.key_heads; ++head, from += size)
-        turned(from, k + text * keys.stride(0) + head * keys.stride(1) + (length + place) * keys.stride(2), kKey);
-      for (int64_t head = 0; head < form.key_heads; ++head, from += size)
-        std::memcpy(v + text * values.stride(0) + head * values.stride(1) + (length + place) * values.stride(2), from,
-                    size * sizeof(T));
+        std::memcpy(v + slot(to_value, head), from, size * sizeof(T));
     });
   }
 
-  at::Tensor attended(const at::Tensor& joint, const at::Tensor& keys, const at::Tensor& values,
+  Tensor attended(const Tensor& joint, const Tensor& keys, const Tensor& values,
                       const Maybe& mask) const {
     const int64_t texts = joint.size(0), n = joint.size(1), size = form.size, groups = form.heads / form.key_heads;
-    at::Tensor query = joint.narrow(2, 0, form.heads * size).view({texts, n, form.heads, size}).transpose(1, 2);
-    if (form.way == kOurs) return attend(query, keys, values, mask, form.scaling).view({texts, n, -1});
+    const int64_t all = joint.size(2);
+    Tensor query = joint.viewed({texts, form.heads, n, size}, {n * all, size, all, 1});
+    if (form.way == kOurs) return attend(query, keys, values, mask, form.scaling).shaped({texts, n, -1});
     Maybe seen = mask;
     if (form.way == kByKeys) {
-      query = query.reshape({texts, form.key_heads, groups * n, size});
-      if (mask && n > 1) seen = mask->repeat({1, 1, groups, 1});
+      query = query.shaped({texts, form.key_heads, groups * n, size});
+      if (mask && n > 1) seen = cat(std::vector<Tensor>(groups, *mask), 2);
     }
-    const at::Tensor mixed = at::scaled_dot_product_attention(query, keys, values, seen, 0, false, form.scaling,
-                                                              query.size(1) != form.key_heads);
-    return mixed.reshape({texts, form.heads, n, size}).transpose(1, 2).reshape({texts, n, -1});
+    const Tensor mixed = called("aten::scaled_dot_product_attention", query, keys, values, seen, 0.0, false,
+                                std::optional<double>(form.scaling), query.size(1) != form.key_heads);
+    return mixed.shaped({texts, form.heads, n, size}).transpose(1, 2).shaped({texts, n, -1});
   }
 
-  at::Tensor operator()(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const Maybe& mask,
-                        const at::Tensor& key_room, const at::Tensor& value_room, int64_t length) const {
-    const at::Tensor joint = product(kIn, norm(kBefore, x));
-    TORCH_CHECK(joint.size(2) == (form.heads + 2 * form.key_heads) * form.size, "not of this layer");
+  Tensor operator()(const Tensor& x, const Tensor& cos, const Tensor& sin, const Maybe& mask,
+                        const Tensor& key_room, const Tensor& value_room, int64_t length) const {
+    const Tensor joint = product(kIn, norm(kBefore, x));
+    CHECK(joint.size(2) == (form.heads + 2 * form.key_heads) * form.size, "not of this layer");
     enter(joint, cos, sin, key_room, value_room, length);
     const int64_t all = length + x.size(1);
-    const at::Tensor mixed = attended(joint, key_room.narrow(2, 0, all), value_room.narrow(2, 0, all), mask);
-    const at::Tensor middle = added(x, product(kOut, mixed), kAfter);
-    const at::Tensor both = product(kUp, norm(kMiddle, middle));
+    const Tensor mixed = attended(joint, key_room.narrow(2, 0, all), value_room.narrow(2, 0, all), mask);
+    const Tensor middle = added(x, product(kOut, mixed), kAfter);
+    const Tensor both = product(kUp, norm(kMiddle, middle));
     const int64_t inner = both.size(-1) / 2;
-    TORCH_CHECK(both.size(-1) % 32 == 0, "not of this layer");
-    at::Tensor active = at::empty({x.size(0), x.size(1), inner}, x.options());
+    CHECK(both.size(-1) % 32 == 0, "not of this layer");
+    Tensor active = empty({x.size(0), x.size(1), inner}, x.scalar_type());
     const T* from = read<T>(both);
     T* to = written<T>(active);
     by_rows(x.size(0) * x.size(1), inner, [&](int64_t row) {
@@ -205,9 +206,9 @@ struct Layer {
 };
 
 // Whether a room still begins with what a layer of the cache holds, and has slots for `more`.
-bool begins(const at::Tensor& room, const at::Tensor& held, int64_t more) {
-  return room.dim() == 4 && held.dim() == 4 && room.is_alias_of(held) && room.strides() == held.strides() &&
-         room.storage_offset() == held.storage_offset() && room.scalar_type() == held.scalar_type() &&
+bool begins(const Tensor& room, const Tensor& held, int64_t more) {
+  return room.dim() == 4 && held.dim() == 4 && (!held.numel() || room.data() == held.data()) &&
+         room.strides() == held.strides() && room.scalar_type() == held.scalar_type() &&
          room.size(0) == held.size(0) && room.size(1) == held.size(1) && room.size(3) == held.size(3) &&
          held.size(2) + more <= room.size(2);
 }
@@ -215,40 +216,39 @@ bool begins(const at::Tensor& room, const at::Tensor& held, int64_t more) {
 // The outputs of each layer, then its keys and its values, which begin with those `held`; nothing where a room does not
 // fit. `parts` has kOfLayer tensors for each layer, `held` and `rooms` that of its keys and that of its values,
 // [B, key heads, slots, size].
-std::vector<at::Tensor> decode(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const Maybe& mask,
-                               const c10::List<Maybe>& parts, at::TensorList held, at::TensorList rooms,
-                               at::IntArrayRef formats, at::IntArrayRef form, at::ArrayRef<double> scales) {
+std::vector<Tensor> decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Maybe& mask,
+                               const std::vector<Maybe>& parts, const std::vector<Tensor>& held, const std::vector<Tensor>& rooms,
+                               const Sizes& formats, const Sizes& form, const std::vector<double>& scales) {
   const int64_t layers = rooms.size() / 2, texts = x.size(0), n = x.size(1);
-  TORCH_CHECK(form.size() == 6 && scales.size() == 3 && held.size() == rooms.size() && layers, "no such form");
+  CHECK(form.size() == 6 && scales.size() == 3 && held.size() == rooms.size() && layers, "no such form");
   const Decoder decoder{form[0],      form[1],   form[2],   form[3],  form[4] != 0,
                         form[5] != 0, scales[0], scales[1], scales[2]};
   const auto type = x.scalar_type();
-  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "expected bfloat16 or float32");
-  TORCH_CHECK(x.dim() == 3 && x.is_contiguous() && x.size(2) % 16 == 0 && decoder.size % 32 == 0, "no such sizes");
-  for (const at::Tensor* each : {&cos, &sin})
-    TORCH_CHECK(each->scalar_type() == type && each->is_contiguous() && each->size(-1) == decoder.size &&
+  CHECK(type == kBFloat16 || type == kFloat, "expected bfloat16 or float32");
+  CHECK(x.dim() == 3 && x.is_contiguous() && x.size(2) % 16 == 0 && decoder.size % 32 == 0, "no such sizes");
+  for (const Tensor* each : {&cos, &sin})
+    CHECK(each->scalar_type() == type && each->is_contiguous() && each->size(-1) == decoder.size &&
                     (each->numel() == n * decoder.size || each->numel() == texts * n * decoder.size),
                 "no such angles");
-  TORCH_CHECK(static_cast<int64_t>(parts.size()) == layers * kOfLayer, "not of these layers");
-  TORCH_CHECK(static_cast<int64_t>(formats.size()) == layers * kProducts, "not of these layers");
+  CHECK(static_cast<int64_t>(parts.size()) == layers * kOfLayer, "not of these layers");
+  CHECK(static_cast<int64_t>(formats.size()) == layers * kProducts, "not of these layers");
   const int64_t length = held[0].dim() == 4 ? held[0].size(2) : 0;
   for (size_t i = 0; i < rooms.size(); ++i)
     if (!begins(rooms[i], held[i], n) || rooms[i].scalar_type() != type || held[i].size(2) != length ||
         rooms[i].size(0) != texts || rooms[i].size(1) != decoder.key_heads || rooms[i].size(3) != decoder.size ||
         rooms[i].stride(3) != 1)
       return {};
-  const std::vector<Maybe> all = parts.vec();
-  std::vector<at::Tensor> outputs;
+    std::vector<Tensor> outputs;
   for (int64_t i = 0; i < layers; ++i) {
-    const at::Tensor& from = i ? outputs.back() : x;
+    const Tensor& from = i ? outputs.back() : x;
     const auto run = [&](const auto& layer) {
       return layer(from, cos, sin, mask, rooms[2 * i], rooms[2 * i + 1], length);
     };
-    const Maybe* own = &all[i * kOfLayer];
+    const Maybe* own = &parts[i * kOfLayer];
     const int64_t* their = &formats[i * kProducts];
-    outputs.push_back(type == at::kFloat ? run(Layer<float>{decoder, own, their})
+    outputs.push_back(type == kFloat ? run(Layer<float>{decoder, own, their})
                                          : run(Layer<uint16_t>{decoder, own, their}));
   }
-  for (const at::Tensor& room : rooms) outputs.push_back(room.narrow(2, 0, length + n));
+  for (const Tensor& room : rooms) outputs.push_back(room.narrow(2, 0, length + n));
   return outputs;
 }

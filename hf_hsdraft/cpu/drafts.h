@@ -7,9 +7,9 @@ constexpr int64_t kOfNormed = 3;
 
 // Cosines and sines `[2, positions, size]` of rotations.
 template <typename T>
-at::Tensor angles_of(const std::vector<int64_t>& positions, const at::Tensor& frequencies, const at::Tensor& like) {
+Tensor angles_of(const std::vector<int64_t>& positions, const Tensor& frequencies, const Tensor& like) {
   const int64_t half = frequencies.numel(), count = positions.size();
-  at::Tensor both = at::empty({2, count, 2 * half}, like.options());
+  Tensor both = empty({2, count, 2 * half}, like.scalar_type());
   const float* turns = read<float>(frequencies);
   T *cos = written<T>(both), *sin = cos + 2 * count * half;
   std::vector<float> cosines(half), sines(half);
@@ -36,19 +36,19 @@ struct Trunk {
   TrunkForm form;
   const Maybe* parts;
   const int64_t* formats;  // 1 of each of the inputs and the sets, kProducts of each layer
-  at::TensorList rooms;
+  const std::vector<Tensor>& rooms;
   int64_t window;
 
-  at::Tensor product(int64_t place, const at::Tensor& x, int64_t size) const {
+  Tensor product(int64_t place, const Tensor& x, int64_t size) const {
     const Maybe* own = parts + place * kOfNormed;
     return multiplied(normed<T>(x, own[0], size, decoder.eps, false), own[1], own[2], Maybe(), formats[place]);
   }
 
   // Which of `n` positions behind `length` sees which slots from `begin` on.
-  at::Tensor mask_of(int64_t n, int64_t length, int64_t begin) const {
+  Tensor mask_of(int64_t n, int64_t length, int64_t begin) const {
     const int64_t all = length + n - begin;
-    at::Tensor mask = at::empty({1, 1, n, all}, at::kBool);
-    bool* seen = mask.mutable_data_ptr<bool>();
+    Tensor mask = empty({1, 1, n, all}, kBool);
+    bool* seen = mask.data<bool>();
     for (int64_t row = 0; row < n; ++row)
       for (int64_t at = 0, last = length + row - begin; at < all; ++at)
         *seen++ = at <= last && at > last - window;
@@ -56,7 +56,7 @@ struct Trunk {
   }
 
   // Through `count` layers from `first` on, whose keys and values are those of the last rooms.
-  at::Tensor through(int64_t first, int64_t count, at::Tensor x, const at::Tensor& cos, const at::Tensor& sin,
+  Tensor through(int64_t first, int64_t count, Tensor x, const Tensor& cos, const Tensor& sin,
                      int64_t length) const {
     const int64_t begin = std::max<int64_t>(length + 1 - window, 0), ahead = 1 + form.sets;
     const Maybe mask = x.size(1) > 1 ? Maybe(mask_of(x.size(1), length, begin)) : Maybe();
@@ -64,68 +64,67 @@ struct Trunk {
       const Layer<T> layer{decoder, parts + ahead * kOfNormed + (first + i) * kOfLayer,
                            formats + ahead + (first + i) * kProducts};
       const auto room = [&](int64_t side) {
-        const at::Tensor& whole = rooms[rooms.size() - 2 * (count - i) + side];
-        return whole.slice(1, begin).unsqueeze(0);
+        const Tensor& whole = rooms[rooms.size() - 2 * (count - i) + side];
+        return whole.from(1, begin).unsqueezed();
       };
       x = layer(x, cos, sin, mask, room(0), room(1), length - begin);
     }
     return x;
   }
 
-  at::Tensor operator()(const at::Tensor& inputs, int64_t size, const at::Tensor& positions,
-                        const at::Tensor& frequencies, int64_t length, int64_t ahead) const {
+  Tensor operator()(const Tensor& inputs, int64_t size, const Tensor& positions,
+                        const Tensor& frequencies, int64_t length, int64_t ahead) const {
     const int64_t count = positions.numel();
     std::vector<int64_t> places(read<int64_t>(positions), read<int64_t>(positions) + count);
     for (int64_t step = 0; step < ahead; ++step) places.push_back(places.back() + 1);
-    const at::Tensor angles = angles_of<T>(places, frequencies, inputs), cos = angles[0], sin = angles[1];
-    at::Tensor x = product(0, inputs, size);
-    x = through(0, form.layers, x, cos.slice(0, 0, count).unsqueeze(0), sin.slice(0, 0, count).unsqueeze(0), length);
-    std::vector<at::Tensor> states{x.slice(1, count - 1).contiguous()};
+    const Tensor angles = angles_of<T>(places, frequencies, inputs), cos = angles[0], sin = angles[1];
+    Tensor x = product(0, inputs, size);
+    x = through(0, form.layers, x, cos.narrow(0, 0, count).unsqueezed(), sin.narrow(0, 0, count).unsqueezed(), length);
+    std::vector<Tensor> states{x.from(1, count - 1).contiguous()};
     for (int64_t step = 0; step < ahead; ++step) {
       const int64_t set = std::min(step, form.sets - 1), place = count + step;
       x = product(1 + set, states.back(), states.back().size(2));
-      const auto own = [&](const at::Tensor& side) { return side.slice(0, place, place + 1).unsqueeze(0); };
+      const auto own = [&](const Tensor& side) { return side.narrow(0, place, 1).unsqueezed(); };
       states.push_back(through(form.own + set * form.rolled, form.rolled, x, own(cos), own(sin), length + place));
     }
-    return at::cat(states, 1);
+    return cat(states, 1);
   }
 };
 
 // Reads accepted positions, `[T, ...]`, and rolls `ahead` states on from the last one: `[1, 1 + ahead, D]`. `rooms` has
 // keys and values `[key heads, slots, size]` of each layer, of which `length` slots are filled. `form` is heads, key
 // heads, their size, and `TrunkForm`.
-at::Tensor roll_out(const at::Tensor& taps, const at::Tensor& embeds, const at::Tensor& positions,
-                    const at::Tensor& frequencies, const c10::List<Maybe>& parts, at::TensorList rooms, int64_t length,
-                    int64_t ahead, int64_t window, at::IntArrayRef formats, at::IntArrayRef form, double eps) {
-  TORCH_CHECK(form.size() == 7, "no such form");
+Tensor roll_out(const Tensor& taps, const Tensor& embeds, const Tensor& positions,
+                    const Tensor& frequencies, const std::vector<Maybe>& parts, const std::vector<Tensor>& rooms, int64_t length,
+                    int64_t ahead, int64_t window, const Sizes& formats, const Sizes& form, double eps) {
+  CHECK(form.size() == 7, "no such form");
   const Decoder decoder{form[0], form[1], form[2], kOurs, false, false, eps, eps, 1 / std::sqrt(double(form[2]))};
   const TrunkForm trunk{form[3], form[4], form[5], form[6]};
   const int64_t layers = std::max(trunk.layers, trunk.own + trunk.sets * trunk.rolled), count = positions.numel();
   const auto type = taps.scalar_type();
-  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "expected bfloat16 or float32");
-  TORCH_CHECK(trunk.rolled > 0 && trunk.rolled <= trunk.layers && trunk.sets > 0 && trunk.own >= 0, "no such trunk");
-  TORCH_CHECK(static_cast<int64_t>(parts.size()) == (1 + trunk.sets) * kOfNormed + layers * kOfLayer &&
+  CHECK(type == kBFloat16 || type == kFloat, "expected bfloat16 or float32");
+  CHECK(trunk.rolled > 0 && trunk.rolled <= trunk.layers && trunk.sets > 0 && trunk.own >= 0, "no such trunk");
+  CHECK(static_cast<int64_t>(parts.size()) == (1 + trunk.sets) * kOfNormed + layers * kOfLayer &&
                   static_cast<int64_t>(formats.size()) == 1 + trunk.sets + layers * kProducts,
               "not of these layers");
-  TORCH_CHECK(decoder.size > 0 && decoder.size % 32 == 0 && decoder.size <= kMostSize, "no such heads");
-  TORCH_CHECK(embeds.scalar_type() == type && taps.dim() == 2 && embeds.dim() == 2 && taps.size(0) == count &&
-                  embeds.size(0) == count && count > 0 && positions.scalar_type() == at::kLong &&
+  CHECK(decoder.size > 0 && decoder.size % 32 == 0 && decoder.size <= kMostSize, "no such heads");
+  CHECK(embeds.scalar_type() == type && taps.dim() == 2 && embeds.dim() == 2 && taps.size(0) == count &&
+                  embeds.size(0) == count && count > 0 && positions.scalar_type() == kLong &&
                   positions.is_contiguous(),
               "no such inputs");
-  TORCH_CHECK(frequencies.scalar_type() == at::kFloat && frequencies.is_contiguous() &&
+  CHECK(frequencies.scalar_type() == kFloat && frequencies.is_contiguous() &&
                   2 * frequencies.numel() == decoder.size,
               "no such frequencies");
-  TORCH_CHECK(static_cast<int64_t>(rooms.size()) == 2 * trunk.layers && window > 0 && length >= 0 && ahead >= 0,
+  CHECK(static_cast<int64_t>(rooms.size()) == 2 * trunk.layers && window > 0 && length >= 0 && ahead >= 0,
               "not of these layers");
-  for (const at::Tensor& room : rooms)
-    TORCH_CHECK(room.scalar_type() == type && room.dim() == 3 && room.size(0) == decoder.key_heads &&
+  for (const Tensor& room : rooms)
+    CHECK(room.scalar_type() == type && room.dim() == 3 && room.size(0) == decoder.key_heads &&
                     room.size(1) >= length + count + ahead && room.size(2) == decoder.size && room.stride(2) == 1,
                 "no such room");
-  const std::vector<Maybe> all = parts.vec();
-  const at::Tensor inputs = at::cat({taps, embeds}, 1).unsqueeze(0);
+  const Tensor inputs = cat({taps, embeds}, 1).unsqueezed();
   const auto run = [&](const auto& own) { return own(inputs, embeds.size(1), positions, frequencies, length, ahead); };
-  return type == at::kFloat ? run(Trunk<float>{decoder, trunk, all.data(), formats.data(), rooms, window})
-                            : run(Trunk<uint16_t>{decoder, trunk, all.data(), formats.data(), rooms, window});
+  return type == kFloat ? run(Trunk<float>{decoder, trunk, parts.data(), formats.data(), rooms, window})
+                            : run(Trunk<uint16_t>{decoder, trunk, parts.data(), formats.data(), rooms, window});
 }
 
 // A child that a search has found: its path's log-probability, its column, and its parent's rank.
@@ -278,25 +277,25 @@ template <typename T>
 struct Search {
   const Maybe* parts;
   const int64_t* formats;  // of each product
-  at::Tensor logits, projected, table, up;  // [depth, V'], [depth, 4 S], [tokens, D], [V', rank]
+  Tensor logits, projected, table, up;  // [depth, V'], [depth, 4 S], [tokens, D], [V', rank]
   const int64_t* vocabulary;
   double eps, temperature;
 
-  at::Tensor product(Injecting part, const at::Tensor& x, const Maybe& bias = {}) const {
+  Tensor product(Injecting part, const Tensor& x, const Maybe& bias = {}) const {
     return multiplied(x, parts[part], parts[part + kScales - kToken], bias, formats[part - kToken]);
   }
 
   // States of tokens, [n, 2 S]: what is known of them, and of the paths `[n, S]` up to them.
-  at::Tensor advanced(const std::vector<int64_t>& tokens, const at::Tensor& paths) const {
+  Tensor advanced(const std::vector<int64_t>& tokens, const Tensor& paths) const {
     const int64_t n = tokens.size(), width = table.size(1), size = paths.size(1);
-    at::Tensor embeds = at::empty({n, width}, table.options());
+    Tensor embeds = empty({n, width}, table.scalar_type());
     for (int64_t row = 0; row < n; ++row) {
-      TORCH_CHECK(tokens[row] >= 0 && tokens[row] < table.size(0), "no such token");
+      CHECK(tokens[row] >= 0 && tokens[row] < table.size(0), "no such token");
       std::memcpy(written<T>(embeds) + row * width, read<T>(table) + tokens[row] * width, width * sizeof(T));
     }
-    const at::Tensor own = product(kToken, normed<T>(embeds, parts[kTokenNorm], width, eps, false));
-    const at::Tensor states = at::cat({own, paths}, 1), both = product(kUpdate, states, parts[kUpdateBias]);
-    TORCH_CHECK(own.size(1) == size && both.size(1) == 2 * size, "not of this injector");
+    const Tensor own = product(kToken, normed<T>(embeds, parts[kTokenNorm], width, eps, false));
+    const Tensor states = cat({own, paths}, 1), both = product(kUpdate, states, parts[kUpdateBias]);
+    CHECK(own.size(1) == size && both.size(1) == 2 * size, "not of this injector");
     for (int64_t row = 0; row < n; ++row) {
       const T* next = read<T>(both) + 2 * row * size;
       follow_path(written<T>(states) + (2 * row + 1) * size, next, next + size, size);
@@ -305,23 +304,23 @@ struct Search {
   }
 
   // Codes of nodes in `states`, [n, rank]; `level` is of their children.
-  at::Tensor coded(const at::Tensor& states, int64_t level) const {
-    at::Tensor both = product(kState, states);
+  Tensor coded(const Tensor& states, int64_t level) const {
+    Tensor both = product(kState, states);
     const int64_t n = states.size(0), width = both.size(1), half = width / 2;
-    TORCH_CHECK(width == projected.size(1), "not of this injector");
-    at::Tensor active = at::empty({n, half}, states.options());
+    CHECK(width == projected.size(1), "not of this injector");
+    Tensor active = empty({n, half}, states.scalar_type());
     for (int64_t row = 0; row < n; ++row) {
       T* sums = written<T>(both) + row * width;
       add_row(sums, read<T>(projected) + (level - 1) * width, sums, width);
       activate(sums, sums + half, written<T>(active) + row * half, half, false);
     }
-    const at::Tensor codes = product(kCode, active);
-    TORCH_CHECK(codes.size(1) == up.size(1), "not of this injector");
+    const Tensor codes = product(kCode, active);
+    CHECK(codes.size(1) == up.size(1), "not of this injector");
     return codes;
   }
 
   // Writes tokens, ranks of parents, and bits of scores of all nodes, each `stride` behind the one before.
-  void operator()(int64_t root, at::Tensor paths, bool rootless, const std::vector<int64_t>& sizes, int64_t width,
+  void operator()(int64_t root, Tensor paths, bool rootless, const std::vector<int64_t>& sizes, int64_t width,
                   int64_t most_columns, int32_t* to, int64_t stride) const {
     const int64_t depth = logits.size(0), all = logits.size(1);
     Columns<T> columns(read<T>(logits), depth, all, most_columns);
@@ -333,18 +332,20 @@ struct Search {
     to[0] = static_cast<int32_t>(root), to[stride] = to[2 * stride] = 0, ++to;
     for (int64_t level = 1; level <= depth; ++level) {
       const int64_t n = tokens.size();
-      const at::Tensor states = advanced(tokens, paths);
+      const Tensor states = advanced(tokens, paths);
       columns.take(read<T>(logits) + (level - 1) * all, before.data());
       const bool told = level > 1 || rootless;
       after = before;
       if (told) {
-        const at::Tensor codes = coded(states, level);
+        const Tensor codes = coded(states, level);
         after.resize(n * count);
-        at::parallel_for(0, count / kWidth, 32, [&](int64_t begin, int64_t end) {
+        const T* own = read<T>(codes);
+        const int64_t rank = codes.size(1);
+        parallel_for(0, count / kWidth, 32, [&](int64_t begin, int64_t end) {
           for (int64_t group = begin; group < end; ++group)
             by_few<8>(0, n, [&](int row, auto few) {
-              columns.template add_bias<decltype(few)::value>(before.data(), read<T>(codes) + row * codes.size(1),
-                                                              kWidth * group, after.data() + row * count);
+              columns.template add_bias<decltype(few)::value>(before.data(), own + row * rank, kWidth * group,
+                                                              after.data() + row * count);
             });
         });
       }
@@ -361,7 +362,7 @@ struct Search {
         if (static_cast<int64_t>(tokens.size()) < width)
           tokens.push_back(token), scores.push_back(child.score), parents.push_back(child.parent);
       }
-      paths = at::empty({static_cast<int64_t>(tokens.size()), paths.size(1)}, states.options());
+      paths = empty({static_cast<int64_t>(tokens.size()), paths.size(1)}, states.scalar_type());
       const int64_t size = paths.size(1);
       for (size_t row = 0; row < parents.size(); ++row)
         std::memcpy(written<T>(paths) + row * size, read<T>(states) + (2 * parents[row] + 1) * size, size * sizeof(T));
@@ -372,27 +373,27 @@ struct Search {
 // As `searched`: `[3, B, nodes]`, and the number of nodes of each depth. `paths` is the state of the text before each
 // root, `[B, S]`; `rootless` if nothing drafted has read the roots. `sizes` is most nodes of a depth, those that are
 // expanded, and most columns that are considered.
-std::tuple<at::Tensor, std::vector<int64_t>> search(const at::Tensor& logits, const at::Tensor& projected,
-                                                    const at::Tensor& paths, bool rootless, const at::Tensor& roots,
-                                                    const at::Tensor& vocab_ids, const at::Tensor& table,
-                                                    const at::Tensor& up, const c10::List<Maybe>& parts,
-                                                    at::IntArrayRef formats, at::IntArrayRef sizes, double eps,
+std::tuple<Tensor, std::vector<int64_t>> search(const Tensor& logits, const Tensor& projected,
+                                                    const Tensor& paths, bool rootless, const Tensor& roots,
+                                                    const Tensor& vocab_ids, const Tensor& table,
+                                                    const Tensor& up, const std::vector<Maybe>& parts,
+                                                    const Sizes& formats, const Sizes& sizes, double eps,
                                                     double temperature) {
   const auto type = logits.scalar_type();
-  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "expected bfloat16 or float32");
-  TORCH_CHECK(parts.size() == kInjecting && formats.size() == 4 && sizes.size() == 3, "not of this injector");
+  CHECK(type == kBFloat16 || type == kFloat, "expected bfloat16 or float32");
+  CHECK(parts.size() == kInjecting && formats.size() == 4 && sizes.size() == 3, "not of this injector");
   const int64_t texts = logits.size(0), depth = logits.size(1), all = logits.size(2), most = sizes[0];
-  for (const at::Tensor* each : {&logits, &projected, &paths, &table, &up})
-    TORCH_CHECK(each->scalar_type() == type && each->is_contiguous(), "expected tensors of one dtype without gaps");
-  TORCH_CHECK(logits.dim() == 3 && projected.dim() == 3 && projected.size(0) == texts && projected.size(1) == depth &&
+  for (const Tensor* each : {&logits, &projected, &paths, &table, &up})
+    CHECK(each->scalar_type() == type && each->is_contiguous(), "expected tensors of one dtype without gaps");
+  CHECK(logits.dim() == 3 && projected.dim() == 3 && projected.size(0) == texts && projected.size(1) == depth &&
                   projected.size(2) % 32 == 0 && paths.dim() == 2 && paths.size(0) == texts && paths.size(1) % 16 == 0,
               "no such states");
-  TORCH_CHECK(table.dim() == 2 && table.size(1) % 16 == 0 && up.dim() == 2 && up.size(0) == all && all > 0 &&
+  CHECK(table.dim() == 2 && table.size(1) % 16 == 0 && up.dim() == 2 && up.size(0) == all && all > 0 &&
                   up.size(1) % 32 == 0,
               "no such weights");
-  for (const at::Tensor* each : {&roots, &vocab_ids})
-    TORCH_CHECK(each->scalar_type() == at::kLong && each->is_contiguous(), "expected int64");
-  TORCH_CHECK(roots.numel() == texts && vocab_ids.numel() == all && depth > 0 && most > 0 && sizes[1] > 0 && sizes[2] > 0,
+  for (const Tensor* each : {&roots, &vocab_ids})
+    CHECK(each->scalar_type() == kLong && each->is_contiguous(), "expected int64");
+  CHECK(roots.numel() == texts && vocab_ids.numel() == all && depth > 0 && most > 0 && sizes[1] > 0 && sizes[2] > 0,
               "no such sizes");
   const int64_t columns = std::min(sizes[2], all);
   std::vector<int64_t> levels{1};
@@ -400,19 +401,18 @@ std::tuple<at::Tensor, std::vector<int64_t>> search(const at::Tensor& logits, co
     levels.push_back(std::min(most, (level > 1 ? std::min(levels.back(), sizes[1]) : 1) * columns));
   int64_t nodes = 0;
   for (const int64_t size : levels) nodes += size;
-  at::Tensor found = at::empty({3, texts, nodes}, at::kInt);
-  const std::vector<Maybe> held = parts.vec();
+  Tensor found = empty({3, texts, nodes}, kInt);
   for (int64_t text = 0; text < texts; ++text) {
-    int32_t* to = found.mutable_data_ptr<int32_t>() + text * nodes;
+    int32_t* to = found.data<int32_t>() + text * nodes;
     const auto run = [&](const auto& own) {
-      own(roots.const_data_ptr<int64_t>()[text], paths.slice(0, text, text + 1), rootless, levels, sizes[1], columns, to,
+      own(roots.data<int64_t>()[text], paths.narrow(0, text, 1), rootless, levels, sizes[1], columns, to,
           texts * nodes);
     };
-    const auto* tokens = vocab_ids.const_data_ptr<int64_t>();
-    if (type == at::kFloat)
-      run(Search<float>{held.data(), formats.data(), logits[text], projected[text], table, up, tokens, eps, temperature});
+    const auto* tokens = vocab_ids.data<int64_t>();
+    if (type == kFloat)
+      run(Search<float>{parts.data(), formats.data(), logits[text], projected[text], table, up, tokens, eps, temperature});
     else
-      run(Search<uint16_t>{held.data(), formats.data(), logits[text], projected[text], table, up, tokens, eps, temperature});
+      run(Search<uint16_t>{parts.data(), formats.data(), logits[text], projected[text], table, up, tokens, eps, temperature});
   }
   return {found, levels};
 }

@@ -13,7 +13,7 @@ struct Attention {
   char* out;                               // [B, n, heads, size]
   int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[2];  // in bytes, of the axes but the last
   int64_t heads, key_heads, n, length, size;
-  at::ScalarType mask_type;
+  Type mask_type;
   float scaling;
 };
 
@@ -72,7 +72,7 @@ INLINE Floats masked(const Attention& task, const char* mask, int64_t first, Flo
   const int64_t inside = std::clamp<int64_t>(left, 0, kWidth);
   std::fill_n(found + inside, kWidth - inside, kNothing);
   if (!mask) return load(found);
-  const int64_t size = task.mask_type == at::kBool ? 1 : task.mask_type == at::kBFloat16 ? 2 : 4;
+  const int64_t size = task.mask_type == kBool ? 1 : task.mask_type == kBFloat16 ? 2 : 4;
   alignas(64) uint8_t own[4 * kWidth] = {};
   if (inside) std::memcpy(own, mask + size * first, size * inside);
   if (size == 1) return chosen(are_set(of_bytes(own)), load(found), splat(kNothing));
@@ -178,32 +178,32 @@ void attend_rows(const Attention& task, int64_t text, int64_t head, int64_t begi
   }
 }
 
-at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                  const std::optional<at::Tensor>& mask, double scaling) {
-  const bool half = query.scalar_type() == at::kBFloat16;
+Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value,
+                  const Maybe& mask, double scaling) {
+  const bool half = query.scalar_type() == kBFloat16;
   const int64_t texts = query.size(0), heads = query.size(1), n = query.size(2), size = query.size(3);
   const int64_t key_heads = key.size(1), length = key.size(2);
-  TORCH_CHECK(half || query.scalar_type() == at::kFloat, "expected bfloat16 or float32");
-  TORCH_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), "dtypes differ");
-  TORCH_CHECK(size % 32 == 0 && size <= kMostSize && heads % key_heads == 0, "no such heads");
-  TORCH_CHECK(key.sizes() == value.sizes() && key.size(0) == texts && key.size(3) == size, "shapes differ");
-  TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "expected rows without gaps");
+  CHECK(half || query.scalar_type() == kFloat, "expected bfloat16 or float32");
+  CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), "dtypes differ");
+  CHECK(size % 32 == 0 && size <= kMostSize && heads % key_heads == 0, "no such heads");
+  CHECK(key.sizes() == value.sizes() && key.size(0) == texts && key.size(3) == size, "shapes differ");
+  CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "expected rows without gaps");
   Attention task{};
   if (mask) {
     const auto type = task.mask_type = mask->scalar_type();
-    TORCH_CHECK(type == at::kBool || type == at::kBFloat16 || type == at::kFloat, "no such mask");
-    TORCH_CHECK(mask->dim() == 4 && mask->size(1) == 1 && mask->size(2) == n && mask->size(3) == length &&
+    CHECK(type == kBool || type == kBFloat16 || type == kFloat, "no such mask");
+    CHECK(mask->dim() == 4 && mask->size(1) == 1 && mask->size(2) == n && mask->size(3) == length &&
                     (mask->size(0) == 1 || mask->size(0) == texts) && (mask->stride(3) == 1 || length == 1),
                 "no mask of this shape");
     const int64_t bytes = mask->element_size();
-    task.mask = static_cast<const char*>(mask->const_data_ptr());
+    task.mask = static_cast<const char*>(mask->data());
     task.mask_strides[0] = mask->size(0) == 1 ? 0 : mask->stride(0) * bytes;
     task.mask_strides[1] = mask->stride(2) * bytes;
   }
-  at::Tensor out = at::empty({texts, n, heads, size}, query.options());
+  Tensor out = empty({texts, n, heads, size}, query.scalar_type());
   if (!out.numel()) return out;
-  task.query = static_cast<const char*>(query.const_data_ptr()), task.key = static_cast<const char*>(key.const_data_ptr());
-  task.value = static_cast<const char*>(value.const_data_ptr()), task.out = static_cast<char*>(out.mutable_data_ptr());
+  task.query = static_cast<const char*>(query.data()), task.key = static_cast<const char*>(key.data());
+  task.value = static_cast<const char*>(value.data()), task.out = static_cast<char*>(out.data());
   for (int axis = 0; axis < 3; ++axis) {
     task.query_strides[axis] = query.stride(axis) * query.element_size();
     task.key_strides[axis] = key.stride(axis) * key.element_size();
@@ -211,13 +211,13 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   }
   task.heads = heads, task.key_heads = key_heads, task.n = n, task.length = length, task.size = size;
   task.scaling = scaling;
-  const int64_t rows = heads / key_heads * n, threads = at::get_num_threads();
+  const int64_t rows = heads / key_heads * n, threads = thread_count();
   int64_t parts = (rows + kMostQueries - 1) / kMostQueries;
   const auto tasks = [&] { return texts * key_heads * parts; };
   while (tasks() < threads && parts < rows) ++parts;  // so that all threads have tasks, and as many as others
   while (tasks() < 4 * threads && tasks() % threads && rows / (parts + 1) >= kTogether) ++parts;
   const int64_t each = (rows + parts - 1) / parts;
-  at::parallel_for(0, tasks(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, tasks(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t place = begin; place < end; ++place) {
       const int64_t first = place % parts * each, last = std::min(first + each, rows);
       const int64_t text = place / parts / key_heads, head = place / parts % key_heads;

@@ -2,22 +2,21 @@
 //
 // A block is 16 outputs of 32 inputs: 16 vectors, each of 2 inputs by 16 outputs, pairs of inputs side by side, as the
 // dot products of AVX-512 and AMX read them. They are dequantised to the inputs' dtype in registers.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/scaled_dot_product_attention.h>
+#include <dlfcn.h>
 #include <immintrin.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__linux__)
@@ -27,6 +26,7 @@
 
 namespace {
 
+#include "torch_abi.h"
 #include "vectors.h"
 
 // Blocks of 8 or 4 bits, each followed by a scale of each output, float16, and with 4 bits by a least value. Long ones
@@ -70,7 +70,7 @@ template <int64_t F>
 void run(const Task& task, bool half, bool with_tiles) {
   const int64_t groups = task.outputs / kOutputs;
   const int64_t grain = std::max<int64_t>(1, 32768 / (task.inputs * kOutputs));
-  at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     if (!half) return wide<F, false>(task, begin, end);
 #if defined(__AVX512BF16__)
     if (with_tiles) return task.rows > 16 ? tiles<F, true>(task, begin, end) : tiles<F, false>(task, begin, end);
@@ -79,21 +79,21 @@ void run(const Task& task, bool half, bool with_tiles) {
   });
 }
 
-at::Tensor product(const at::Tensor& x, const at::Tensor& blocks, const std::optional<at::Tensor>& scales,
-                   const std::optional<at::Tensor>& bias, int64_t outputs, int64_t format, bool by_tiles) {
+Tensor product(const Tensor& x, const Tensor& blocks, const Maybe& scales,
+                   const Maybe& bias, int64_t outputs, int64_t format, bool by_tiles) {
   const int64_t inputs = x.size(-1), rows = inputs ? x.numel() / inputs : 0;
-  const bool half = x.scalar_type() == at::kBFloat16;
-  TORCH_CHECK(half || x.scalar_type() == at::kFloat, "expected bfloat16 or float32");
-  TORCH_CHECK(format >= 0 && format <= kHalves8 && inputs % kInputs == 0 && outputs % kOutputs == 0, "no such layout");
-  TORCH_CHECK(blocks.numel() == outputs / kOutputs * (inputs / kInputs) * kSizes[format], "not of this shape");
-  TORCH_CHECK(blocks.is_contiguous() && (format != kInt8 || (scales && scales->numel() == outputs)), "no scales");
-  TORCH_CHECK(!bias || (bias->numel() == outputs && bias->scalar_type() == x.scalar_type() && bias->is_contiguous()),
+  const bool half = x.scalar_type() == kBFloat16;
+  CHECK(half || x.scalar_type() == kFloat, "expected bfloat16 or float32");
+  CHECK(format >= 0 && format <= kHalves8 && inputs % kInputs == 0 && outputs % kOutputs == 0, "no such layout");
+  CHECK(blocks.numel() == outputs / kOutputs * (inputs / kInputs) * kSizes[format], "not of this shape");
+  CHECK(blocks.is_contiguous() && (format != kInt8 || (scales && scales->numel() == outputs)), "no scales");
+  CHECK(!bias || (bias->numel() == outputs && bias->scalar_type() == x.scalar_type() && bias->is_contiguous()),
               "no such bias");
-  auto sizes = x.sizes().vec();
+  Sizes sizes = x.sizes();
   sizes.back() = outputs;
-  at::Tensor y = at::empty(sizes, x.options()), from = (kPairsOfHalves ? x : x.to(at::kFloat)).contiguous();
-  Task task{from.const_data_ptr(), blocks.const_data_ptr<uint8_t>(), scales ? scales->const_data_ptr<float>() : nullptr,
-            bias ? bias->const_data_ptr() : nullptr, y.mutable_data_ptr(), 0, inputs, outputs};
+  const Tensor y = empty(sizes, x.scalar_type()), from = kPairsOfHalves || !half ? x.contiguous() : copied(x, kFloat);
+  Task task{from.data(), blocks.data<uint8_t>(), scales ? scales->data<float>() : nullptr,
+            bias ? bias->data() : nullptr, y.data(), 0, inputs, outputs};
   const int64_t size = half ? 2 : 4, size_of_x = from.element_size();
   for (int64_t row = 0; row < rows; row += kMostRows) {
     Task part = task;
@@ -117,14 +117,14 @@ void sum_words(const uint64_t* from, int64_t* to, int64_t count, int64_t words) 
 }
 
 // The sum of each of `parts` equal parts of each row's bits, in words of 8 bytes.
-at::Tensor sums(const at::Tensor& rows, int64_t parts) {
+Tensor sums(const Tensor& rows, int64_t parts) {
   const int64_t count = rows.dim() ? rows.size(0) * parts : 0, bytes = count ? rows.nbytes() / count : 0;
-  TORCH_CHECK(count && rows.is_contiguous() && bytes * count == static_cast<int64_t>(rows.nbytes()) && bytes % 8 == 0,
+  CHECK(count && rows.is_contiguous() && bytes * count == static_cast<int64_t>(rows.nbytes()) && bytes % 8 == 0,
               "expected rows of whole words");
-  at::Tensor found = at::empty({rows.size(0), parts}, rows.options().dtype(at::kLong));
-  const auto* from = static_cast<const char*>(rows.const_data_ptr());
-  int64_t* to = found.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, count, std::max<int64_t>(1, 262144 / bytes), [&](int64_t begin, int64_t end) {
+  Tensor found = empty({rows.size(0), parts}, kLong);
+  const auto* from = static_cast<const char*>(rows.data());
+  int64_t* to = found.data<int64_t>();
+  parallel_for(0, count, std::max<int64_t>(1, 262144 / bytes), [&](int64_t begin, int64_t end) {
     sum_words(reinterpret_cast<const uint64_t*>(from + begin * bytes), to + begin, end - begin, bytes / 8);
   });
   return found;
@@ -135,43 +135,38 @@ at::Tensor sums(const at::Tensor& rows, int64_t parts) {
 #include "decoder.h"
 #include "drafts.h"
 
-}  // namespace
+const std::vector<const char*> kAlsoPacked = {"CPU", "MkldnnCPU"};  // which take torch's packed copies too
+
+bool runs_here() { return has_vectors(); }
+bool runs_tiles() { return has_vectors() && has_tiles(); }
+bool runs_quickly() { return has_vectors() && is_quick(); }
 
 // The name of the library, which a compiler is given, has a digest of these files: another version may be loaded too.
-#define DEFINE(name)                                                                                            \
-  TORCH_LIBRARY(name, library) {                                                                                \
-    library.def("runs_here() -> bool", [] { return has_vectors(); });                                              \
-    library.def("has_tiles() -> bool", [] { return has_vectors() && has_tiles(); });                               \
-    library.def("is_quick() -> bool", [] { return has_vectors() && is_quick(); });                                 \
-    library.def(                                                                                                \
-        "product(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int outputs, int format, bool by_tiles)" \
-        " -> Tensor");                                                                                          \
-    library.def("sums(Tensor rows, int parts) -> Tensor");                                                      \
-    library.def("blocks_of(Tensor raw, Tensor weight, Tensor order, int kind) -> Tensor");                      \
-    library.def("attend(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor");       \
-    library.def(                                                                                                \
-        "decode(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor?[] parts, Tensor[] held,"                \
-        " Tensor[] rooms, int[] formats, int[] form, float[] scales) -> Tensor[]");                              \
-    library.def(                                                                                                \
-        "roll_out(Tensor taps, Tensor embeds, Tensor positions, Tensor frequencies, Tensor?[] parts,"            \
-        " Tensor[] rooms, int length, int ahead, int window, int[] formats, int[] form, float eps) -> Tensor");  \
-    library.def(                                                                                                \
-        "search(Tensor logits, Tensor projected, Tensor paths, bool rootless, Tensor roots, Tensor vocab_ids,"   \
-        " Tensor table, Tensor up, Tensor?[] parts, int[] formats, int[] sizes, float eps, float temperature)"   \
-        " -> (Tensor, int[])");                                                                                 \
-  }                                                                                                             \
-  TORCH_LIBRARY_IMPL(name, CPU, library) {                                                                      \
-    library.impl("product", &product);                                                                          \
-    library.impl("sums", &sums);                                                                                \
-    library.impl("blocks_of", &blocks_of);                                                                      \
-    library.impl("attend", &attend);                                                                            \
-    library.impl("decode", &decode);                                                                            \
-    library.impl("roll_out", &roll_out);                                                                        \
-    library.impl("search", &search);                                                                            \
-  }                                                                                                             \
-  TORCH_LIBRARY_IMPL(name, MkldnnCPU, library) { /* of torch's packed copies */                                  \
-    library.impl("decode", &decode);                                                                            \
-    library.impl("roll_out", &roll_out);                                                                        \
-    library.impl("search", &search);                                                                            \
-  }
-DEFINE(HSDRAFT_LIBRARY)
+#define NAME(name) #name
+#define NAME_OF(name) NAME(name)
+const Library library(
+    NAME_OF(HSDRAFT_LIBRARY),
+    {{"runs_here", "() -> bool", Operator<&runs_here>::run, {"CompositeExplicitAutograd"}},
+     {"has_tiles", "() -> bool", Operator<&runs_tiles>::run, {"CompositeExplicitAutograd"}},
+     {"is_quick", "() -> bool", Operator<&runs_quickly>::run, {"CompositeExplicitAutograd"}},
+     {"product",
+      "(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int outputs, int format, bool by_tiles) -> Tensor",
+      Operator<&product>::run},
+     {"sums", "(Tensor rows, int parts) -> Tensor", Operator<&sums>::run},
+     {"blocks_of", "(Tensor raw, Tensor weight, Tensor order, int kind) -> Tensor", Operator<&blocks_of>::run},
+     {"attend", "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor",
+      Operator<&attend>::run},
+     {"decode",
+      "(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor?[] parts, Tensor[] held, Tensor[] rooms,"
+      " int[] formats, int[] form, float[] scales) -> Tensor[]",
+      Operator<&decode>::run, kAlsoPacked},
+     {"roll_out",
+      "(Tensor taps, Tensor embeds, Tensor positions, Tensor frequencies, Tensor?[] parts, Tensor[] rooms,"
+      " int length, int ahead, int window, int[] formats, int[] form, float eps) -> Tensor",
+      Operator<&roll_out>::run, kAlsoPacked},
+     {"search",
+      "(Tensor logits, Tensor projected, Tensor paths, bool rootless, Tensor roots, Tensor vocab_ids, Tensor table,"
+      " Tensor up, Tensor?[] parts, int[] formats, int[] sizes, float eps, float temperature) -> (Tensor, int[])",
+      Operator<&search>::run, kAlsoPacked}});
+
+}  // namespace

@@ -11,10 +11,13 @@ constexpr Source kSources[] = {{34, 32, kBlocks8},  {18, 32, kBlocks4},  {20, 32
                                {144, 256, kLong4},  {176, 256, kLong8},  {210, 256, kHalves8}};
 constexpr int8_t kLevels[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};  // of IQ4_NL
 
+// The bits of the nearest float16.
+INLINE uint16_t as_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+
 float half_at(const uint8_t* bytes) {
-  c10::Half found;
-  std::memcpy(&found, bytes, 2);
-  return found;
+  uint16_t bits;
+  std::memcpy(&bits, bytes, 2);
+  return _cvtsh_ss(bits);
 }
 
 // 32 weights: `numbers` times `factor` plus `added`; of kHalves8 the last 16 are `numbers` times `added`.
@@ -64,7 +67,7 @@ INLINE Part part_of(const uint8_t* row, int64_t part) {
       found.numbers[i] = K == kIQ4_NL ? kLevels[four] : (four | top) - (K == kQ5_0 ? 16 : 0);
     }
     found.factor = half_at(raw);
-    found.added = affine ? half_at(raw + 2) : K == kQ4_0 ? float(c10::Half(-8 * half_at(raw))) : 0;
+    found.added = affine ? half_at(raw + 2) : K == kQ4_0 ? _cvtsh_ss(as_half(-8 * half_at(raw))) : 0;
   }
   return found;
 }
@@ -103,7 +106,7 @@ bool lay_out(const uint8_t* raw, const W* weight, uint8_t* blocks, int lane, int
       std::memcpy(scales + 4 * lane, &found.factor, 4);
       std::memcpy(scales + 64 + 4 * lane, &found.added, 4);
     } else {
-      const c10::Half halves[] = {found.factor, found.added};
+      const uint16_t halves[] = {as_half(found.factor), as_half(found.added)};
       std::memcpy(scales + 2 * lane, halves, 2);
       if constexpr (F == kBlocks4) std::memcpy(scales + 32 + 2 * lane, halves + 1, 2);
     }
@@ -116,7 +119,7 @@ bool lay_all_out(const uint8_t* raw, const void* weight, const int64_t* order, u
                  int64_t inputs) {
   const int64_t raw_row = inputs / kSources[K].weights * kSources[K].bytes, parts = inputs / kInputs;
   std::atomic<bool> same{true};
-  at::parallel_for(0, outputs / kOutputs, 4, [&](int64_t begin, int64_t end) {
+  parallel_for(0, outputs / kOutputs, 4, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * kOutputs; row < end * kOutputs && same; ++row)
       if (!lay_out<K>(raw + order[row] * raw_row, static_cast<const W*>(weight) + row * inputs,
                       to + row / kOutputs * parts * kSizes[kSources[K].format], row % kOutputs, parts))
@@ -132,18 +135,18 @@ constexpr decltype(&lay_all_out<kQ8_0, W>) kLayOut[] = {
     lay_all_out<kIQ4_NL, W>, lay_all_out<kQ4_K, W>, lay_all_out<kQ5_K, W>, lay_all_out<kQ6_K, W>};
 
 // `raw` is [outputs, bytes]; row i of `weight`, bfloat16 or float32, is row order[i] of it. Empty if the weights differ.
-at::Tensor blocks_of(const at::Tensor& raw, const at::Tensor& weight, const at::Tensor& order, int64_t kind) {
-  TORCH_CHECK(kind >= 0 && kind <= kQ6_K, "no such blocks");
+Tensor blocks_of(const Tensor& raw, const Tensor& weight, const Tensor& order, int64_t kind) {
+  CHECK(kind >= 0 && kind <= kQ6_K, "no such blocks");
   const Source source = kSources[kind];
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
-  TORCH_CHECK(raw.is_contiguous() && raw.size(0) == outputs && raw.size(1) == inputs / source.weights * source.bytes,
+  CHECK(raw.is_contiguous() && raw.size(0) == outputs && raw.size(1) == inputs / source.weights * source.bytes,
               "not of this shape");
-  TORCH_CHECK(weight.is_contiguous() && outputs % kOutputs == 0 && inputs % source.weights == 0, "no such layout");
+  CHECK(weight.is_contiguous() && outputs % kOutputs == 0 && inputs % source.weights == 0, "no such layout");
   const auto type = weight.scalar_type();
-  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "expected bfloat16 or float32");
-  at::Tensor blocks = at::empty({outputs / kOutputs, inputs / kInputs, kSizes[source.format]}, raw.options());
-  const auto lay = type == at::kFloat ? kLayOut<uint32_t>[kind] : kLayOut<uint16_t>[kind];
-  const bool same = lay(raw.const_data_ptr<uint8_t>(), weight.const_data_ptr(), order.const_data_ptr<int64_t>(),
-                        blocks.mutable_data_ptr<uint8_t>(), outputs, inputs);
-  return same ? blocks : blocks.new_empty({0});
+  CHECK(type == kBFloat16 || type == kFloat, "expected bfloat16 or float32");
+  Tensor blocks = empty({outputs / kOutputs, inputs / kInputs, kSizes[source.format]}, raw.scalar_type());
+  const auto lay = type == kFloat ? kLayOut<uint32_t>[kind] : kLayOut<uint16_t>[kind];
+  const bool same = lay(raw.data<uint8_t>(), weight.data(), order.data<int64_t>(),
+                        blocks.data<uint8_t>(), outputs, inputs);
+  return same ? blocks : empty({0}, kByte);
 }

@@ -1,4 +1,4 @@
-"""Operators in C++ that this machine's compiler makes once, in the background.
+"""Operators in C++ that come compiled with an installation, or that this machine's compiler makes in the background.
 
 Until they are made, and where there is no compiler or another processor, there are none, and everything works without.
 They are tried once a process, like torch's private operators.
@@ -6,39 +6,32 @@ They are tried once a process, like torch's private operators.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
-import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from transformers.utils import logging
 
 from ..core.cache_folder import is_own, private_folder
 from ..core.forks import new_lock
+from . import kernel_files
 from .background import start_compiler
 from .private_operators import works
 
 logger = logging.get_logger(__name__)
-
-_FLAGS = ("-std=c++20", "-O3", "-falign-loops=64", "-fPIC", "-shared", "-fopenmp", "-w")  # else loops take up to 1.6x
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")
 
 
 class Kernel:
     """Compiles and loads the operators of a source once for a process. Thread-safe.
 
     Args:
-        source: for Linux on x86-64 with AVX2, or with AVX-512 and its bfloat16. Defines a library of the name
-            `HSDRAFT_LIBRARY` with an operator `runs_here`.
+        source: defines a library of the name `HSDRAFT_LIBRARY` with an operator `runs_here`.
         what: its name in messages.
         trial: whether the operators, which it is given, are right.
     """
@@ -64,7 +57,7 @@ class Kernel:
                     except RuntimeError:  # no more threads may be started
                         return None
                     self._thread, self._process = thread, os.getpid()
-                    wait = wait or is_own(self._file)  # it only loads
+                    wait = wait or self._is_made  # it only loads
             if wait:
                 self._thread.join()
         return self._found
@@ -72,69 +65,57 @@ class Kernel:
     @property
     def may_come(self) -> bool:
         """Whether operators that are not there yet may be later."""
-        begun = self._process == os.getpid()
-        return self._found is None and self._may_run and (not begun or self._thread.is_alive())
+        return self._found is None and self._may_run and (self._process != os.getpid() or self._thread.is_alive())
 
     def _run(self, at_once: bool) -> None:
         try:
-            while not is_own(self._file) and self._compile(at_once):  # another process may make it too
+            while not self._is_made and self._compile(at_once):  # another process may make it too
                 time.sleep(1.0)
-            if not is_own(self._file):
+            if not self._is_made:
                 raise OSError(f"{self._file} was not compiled, or others can write to it")
             torch.ops.load_library(str(self._file))
-        except (OSError, RuntimeError) as error:
+            found = getattr(torch.ops, self._file.stem)
+            runs = found.runs_here()
+        except (OSError, RuntimeError, AttributeError) as error:  # the last where this torch lacks what it asks for
             logger.info(f"No {self._what} on this machine: {error}")
             return
-        found = getattr(torch.ops, self._library)
-        if found.runs_here() and works(self._what, lambda: self._trial(found)):
+        if runs and works(self._what, lambda: self._trial(found)):
             self._found = found
 
     @cached_property
     def _may_run(self) -> bool:
-        of_this_kind = sys.platform == "linux" and platform.machine() == "x86_64"
-        if not of_this_kind or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-            return False  # before a compiler works in vain
+        if not self._flags or Version(torch.__version__).release < (2, 10):  # with the interface of torch_abi.h
+            return False
         try:
-            return is_own(self._file) or cpp_compiler() is not None
+            return self._is_made or kernel_files.cpp_compiler() is not None
         except OSError as error:
             logger.info(f"No {self._what} on this machine: {error}")
             return False
 
     @cached_property
-    def _flags(self) -> tuple[str, ...]:
-        wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-        wide = wide and "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-        return *_FLAGS, *(_AVX512 if wide else _AVX2)
-
-    @cached_property
-    def _library(self) -> str:
-        files = self._source, *sorted(self._source.parent.glob("*.h"))  # it includes these
-        parts = torch.__version__, *self._flags, *(file.read_text(encoding="utf-8") for file in files)
-        return f"hsdraft_{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}"
+    def _flags(self) -> Sequence[str]:
+        used, flags = torch.backends.cpu.get_cpu_capability(), kernel_files.processor_flags()
+        return () if used not in ("AVX2", "AVX512") else flags if used == "AVX512" else flags and kernel_files.AVX2
 
     @cached_property
     def _file(self) -> Path:
-        return private_folder("kernels") / f"{self._source.stem}-{self._library}.so"
+        installed = self._source.with_name(f"{kernel_files.library_of(self._source, self._flags)}.so")
+        return installed if installed.exists() else private_folder("kernels") / installed.name
+
+    @property
+    def _is_made(self) -> bool:
+        return self._file.parent == self._source.parent or is_own(self._file)
 
     def _compile(self, at_once: bool) -> bool:
         """Compiles the operators, or returns True while another compiler has its turn."""
-        compiler = cpp_compiler()
+        compiler, partial = kernel_files.cpp_compiler(), self._file.with_suffix(f".{os.getpid()}")
         if compiler is None:
             raise OSError("no C++ compiler")
-        partial, of_torch = self._file.with_suffix(f".{os.getpid()}"), Path(torch.__file__).parent
-        places = [f"-I{of_torch / 'include'}", f"-I{of_torch / 'include/torch/csrc/api/include'}"]
         # A shell renames the result, also after the end of a process that did not wait for it. It is on disk before: a
         # file that a crash of the machine has cut off would end each process that loads it.
         script = 'umask 077; made=$1; shift; "$@" && { sync "$made"; mv -f "$made" "$0"; }'
-        command = ["sh", "-c", script, str(self._file), str(partial)]
-        command += [compiler, *self._flags, f"-DHSDRAFT_LIBRARY={self._library}", *places, f"-L{of_torch / 'lib'}"]
-        command += [str(self._source), "-lc10", "-ltorch_cpu", "-o", str(partial)]
-        process = start_compiler(command, at_once=at_once)
+        made = kernel_files.command(compiler, self._source, self._flags, partial)
+        process = start_compiler(["sh", "-c", script, str(self._file), str(partial), *made], at_once=at_once)
         if process is not None:
             process.wait()
         return process is None
-
-
-def cpp_compiler() -> str | None:
-    """The path of a C++ compiler: `$CXX`, or the first that is installed."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++"))), None)

@@ -26,7 +26,7 @@ from ..core.cache_folder import check_temporary_folders, is_own, private_folder
 from ..core.forks import new_lock, new_rlock
 from ..core.tuning import TUNING
 from .background import start_compiler
-from .kernel import cpp_compiler
+from .kernel_files import cpp_compiler
 from .layer_form import Form
 from .layer_operators import Step, running
 

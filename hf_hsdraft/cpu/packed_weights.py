@@ -179,7 +179,6 @@ class PackedWeight:
         self._copy: _Copy | None = None
         self._sums: list[torch.Tensor] | None = None
         self._shared, self._failed, self._making = shared, False, new_lock()
-        self._early = False  # made while there was no kernel
         self._stamps = _stamps_of(weights)
         self.size = sum(weight.numel() * weight.element_size() for weight in weights)  # of the copy, in bytes, or more
 
@@ -192,11 +191,6 @@ class PackedWeight:
     def copy(self) -> _Copy | None:
         """The copy, if it has been made."""
         return self._copy
-
-    @property
-    def outdated(self) -> bool:
-        """Whether the kernel, which was not there when the copy was made, may multiply by blocks instead."""
-        return self._early and KERNEL.operators() is not None and all(map(has_blocks, self._weights))
 
     def made_copy(self) -> _Copy | None:
         """The copy, which is made now if it has not been; `None` without room."""
@@ -248,7 +242,7 @@ class PackedWeight:
             if self.made:  # by another thread
                 return
             try:
-                self._sums, self._early = _sums_of(self._weights) if self._shared else None, KERNEL.operators() is None
+                self._sums = _sums_of(self._weights) if self._shared else None
                 self._copy = _copy_of(self._weights)
             except RuntimeError:  # out of memory
                 pass
@@ -363,7 +357,7 @@ class PackedWeights:
         self._of: dict[Any, PackedLinears] = {}
         with _sharing:
             shared = {copy for linear in linears if (copy := _copy_to_share(linear)) is not None}
-            shared = {copy for copy in shared if set(copy.linears) <= set(linears) and not copy.outdated}
+            shared = {copy for copy in shared if set(copy.linears) <= set(linears)}
             for copy in shared if all(copy.unchanged for copy in shared) else ():
                 self._add(copy)
             for linear in linears:
@@ -413,11 +407,6 @@ class PackedWeights:
     @property
     def made(self) -> bool:
         return all(copy.made for copy in self._of.values())
-
-    @property
-    def outdated(self) -> bool:
-        """Whether some were made before the kernel that would multiply by the blocks of their weights."""
-        return any(copy.outdated for copy in self._of.values())
 
     @contextlib.contextmanager
     def in_use(self, later: Collection[Any] = ()) -> Iterator[Callable[[], None]]:

