@@ -13,6 +13,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 FOLDER = Path("hf_hsdraft/cpu")
 SOURCE = FOLDER / "few_rows.cpp"
@@ -35,7 +36,10 @@ class BuildKernels(build_ext):
         out = Path(self.get_ext_fullpath(ext.name))
         out.parent.mkdir(parents=True, exist_ok=True)
         made = out.with_suffix(".made")
-        subprocess.run(KERNEL["command"](KERNEL["cpp_compiler"](), SOURCE, ext.flags, made), check=True)
+        try:
+            subprocess.run(KERNEL["command"](KERNEL["cpp_compiler"](), SOURCE, ext.flags, made), check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CompileError(f"the kernel is left out: {error}") from error
         shutil.move(made, out)
 
 

@@ -69,12 +69,12 @@ void add_row(const T* a, const T* b, T* to, int64_t size) {
 
 template <typename T>
 const T* read(const Tensor& tensor) {
-  return tensor.data<T>();
+  return static_cast<T*>(tensor.data());
 }
 
 template <typename T>
 T* written(const Tensor& tensor) {
-  return tensor.data<T>();
+  return static_cast<T*>(tensor.data());
 }
 
 // Calls `each` with every row of `size` numbers, by several threads if there are many.
@@ -89,6 +89,7 @@ void by_rows(int64_t rows, int64_t size, const Each& each) {
 Tensor multiplied(const Tensor& x, const Maybe& copy, const Maybe& scales, const Maybe& bias, int64_t format) {
   CHECK(copy, "expected a weight");
   if (format >= 0) return ::product(x, *copy, scales, bias, copy->size(0) * kOutputs, format, true);
+  CHECK(torch_.aoti_torch_cpu__linear_pointwise, "no such product");
   Raw added = bias ? bias->raw() : nullptr, made;
   CALL(aoti_torch_cpu__linear_pointwise, x.raw(), copy->raw(), bias ? &added : nullptr, "none", nullptr, 0, nullptr, &made);
   return Tensor(made);

@@ -84,9 +84,9 @@ class Kernel:
 
     @cached_property
     def _may_run(self) -> bool:
-        if not self._flags or Version(torch.__version__).release < (2, 10):  # with the interface of torch_abi.h
-            return False
         try:
+            if not self._flags or Version(torch.__version__).release < (2, 10):  # with the interface of torch_abi.h
+                return False
             return self._is_made or kernel_files.cpp_compiler() is not None
         except OSError as error:
             logger.info(f"No {self._what} on this machine: {error}")

@@ -11,14 +11,19 @@ struct Torch {
   void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   bool complete = library != nullptr;
 
-  void* found(const char* name) {
+  void* found(const char* name, bool needed = true) {
     void* function = library ? dlsym(library, name) : nullptr;
-    complete = complete && function;
+    complete = complete && (function || !needed);
     return function;
   }
 
 #define FUNCTION(result, name, ...) result (*name)(__VA_ARGS__) = reinterpret_cast<decltype(name)>(found(#name))
+#define MAYBE(result, name, ...) result (*name)(__VA_ARGS__) = reinterpret_cast<decltype(name)>(found(#name, false))
+  MAYBE(const char*, torch_exception_get_what_without_backtrace, void);  // from 2.13 on
   FUNCTION(size_t, aoti_torch_dtype_element_size, int32_t);
+  // Inductor's, which is not part of the stable interface; torch's packed copies are multiplied by it.
+  MAYBE(int32_t, aoti_torch_cpu__linear_pointwise, Raw, Raw, Raw*, const char*, const double**, int64_t,
+           const char**, Raw*);
   // All others return 0, or have caught an error.
   FUNCTION(int32_t, aoti_torch_new_tensor_handle, Raw, Raw*);
   FUNCTION(int32_t, aoti_torch_delete_tensor_object, Raw);
@@ -32,8 +37,6 @@ struct Torch {
   FUNCTION(int32_t, aoti_torch_empty_strided, int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Raw*);
   FUNCTION(int32_t, aoti_torch__reinterpret_tensor, Raw, int64_t, const int64_t*, const int64_t*, int64_t, Raw*);
   FUNCTION(int32_t, aoti_torch_copy_, Raw, Raw, int32_t);
-  FUNCTION(int32_t, aoti_torch_cpu__linear_pointwise, Raw, Raw, Raw*, const char*, const double**, int64_t,
-           const char**, Raw*);
   FUNCTION(int32_t, torch_call_dispatcher, const char*, const char*, Value*, uint64_t);
   FUNCTION(int32_t, torch_new_list_reserve_size, size_t, Raw*);
   FUNCTION(int32_t, torch_list_size, Raw, size_t*);
@@ -53,7 +56,13 @@ constexpr uint64_t kVersion = 2ull << 56 | 10ull << 48;  // of the interface: 2.
 enum Type : int32_t { kByte = 0, kInt = 3, kLong = 4, kFloat = 6, kBool = 11, kBFloat16 = 15 };
 #define CHECK(condition, message) \
   if (!(condition)) throw std::runtime_error(message)
-#define CALL(name, ...) CHECK(!torch_.name(__VA_ARGS__), #name " failed")
+#define CALL(name, ...) \
+  if (torch_.name(__VA_ARGS__)) throw failed(#name)
+
+std::runtime_error failed(const char* name) {
+  const auto why = torch_.torch_exception_get_what_without_backtrace;
+  return std::runtime_error(why ? why() : std::string(name) + " failed");
+}
 
 using Sizes = std::vector<int64_t>;
 
@@ -90,9 +99,18 @@ class Tensor {
   Sizes sizes() const { return all(asked<int64_t*>(torch_.aoti_torch_get_sizes)); }
   Sizes strides() const { return all(asked<int64_t*>(torch_.aoti_torch_get_strides)); }
 
-  template <typename T = char>
+  void* data() const { return asked<void*>(torch_.aoti_torch_get_data_ptr); }
+  // Of this dtype.
+  template <typename T>
   T* data() const {
-    return static_cast<T*>(asked<void*>(torch_.aoti_torch_get_data_ptr));
+    constexpr Type type = std::is_same_v<T, uint8_t>   ? kByte
+                          : std::is_same_v<T, int32_t> ? kInt
+                          : std::is_same_v<T, int64_t> ? kLong
+                          : std::is_same_v<T, bool>    ? kBool
+                                                       : kFloat;
+    static_assert(type != kFloat || std::is_same_v<T, float>);
+    CHECK(scalar_type() == type, "expected another dtype");
+    return static_cast<T*>(data());
   }
 
   // A view whose first number is `offset` numbers behind this one's.
@@ -180,7 +198,13 @@ Tensor Tensor::shaped(Sizes sizes) const {
 
 Tensor cat(const std::vector<Tensor>& parts, int64_t axis) {
   Sizes sizes = parts.at(0).sizes();
-  for (size_t i = 1; i < parts.size(); ++i) sizes[axis] += parts[i].size(axis);
+  for (size_t i = 1; i < parts.size(); ++i) {
+    Sizes other = parts[i].sizes();
+    const int64_t more = other.at(axis);
+    other[axis] = sizes[axis];
+    CHECK(other == sizes && parts[i].scalar_type() == parts[0].scalar_type(), "expected tensors alike");
+    sizes[axis] += more;
+  }
   const Tensor to = empty(sizes, parts[0].scalar_type());
   int64_t begin = 0;
   for (const Tensor& part : parts) {
@@ -296,10 +320,16 @@ struct Definition {
   std::vector<const char*> keys = {"CPU"};
 };
 
-// Defines a library of operators, unless this torch lacks a function or numbers types in another way.
+// Defines a library of operators, unless this torch lacks a function or refuses it: an error here would end the process.
 struct Library {
   Library(const char* name, const std::vector<Definition>& all) {
-    if (!torch_.complete) return;
+    try {
+      if (torch_.complete) define(name, all);
+    } catch (const std::exception&) {
+    }
+  }
+
+  static void define(const char* name, const std::vector<Definition>& all) {
     Raw library;
     CALL(aoti_torch_library_init_def, name, __FILE__, __LINE__, &library);
     for (const Definition& each : all) {

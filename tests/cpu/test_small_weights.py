@@ -14,7 +14,7 @@ from hf_hsdraft.cpu.gguf_blocks import copy_of_blocks, remember_file
 from hf_hsdraft.cpu.kernel import Kernel
 from hf_hsdraft.cpu.kernel_files import library_of
 from hf_hsdraft.cpu.packed_weights import PackedWeight, PackedWeights, linears_to_pack
-from hf_hsdraft.cpu.small_weights import BLOCKS, KERNEL, SmallCopy, in_blocks, in_int8, joined, small_copy
+from hf_hsdraft.cpu.small_weights import BLOCKS, INT8, KERNEL, SmallCopy, in_blocks, in_int8, joined, small_copy
 
 IDS = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
 
@@ -229,6 +229,14 @@ def test_operators_that_came_with_the_package_are_not_compiled(tmp_path, monkeyp
     assert kernel.may_come
     kernel.operators()
     assert loaded == [str(made)], "and no call runs without what only has to be loaded"
+
+
+def test_tensors_of_another_dtype_are_refused(operators):
+    blocks = torch.zeros(1, 1, 512, dtype=torch.uint8)
+    for wrong in ({"scales": torch.ones(16).half()}, {"blocks": blocks.to(torch.int8)}):
+        given = {"x": torch.ones(1, 32), "blocks": blocks, "scales": torch.ones(16), "bias": None, **wrong}
+        with pytest.raises(RuntimeError, match="dtype"):
+            KERNEL.operators().product(**given, outputs=16, format=INT8, by_tiles=False)
 
 
 def test_a_torch_without_the_stable_interface_has_no_operators(monkeypatch):
