@@ -1,102 +1,148 @@
-"""Milliseconds of a target's forward over trees of several sizes, and of its products alone, in one table.
+"""Milliseconds of a target's forward over trees of several sizes behind contexts of several lengths, by way.
 
     python benchmarks/forward_cost.py [--target T] [--rows 1,9,17,25] [--past 200] [--dtype bfloat16]
 
-Forwards run as in transformers, with packed weights, and with packed weights and compiled layers, which the first run
-compiles (about a minute). The products are those of the last way, each called once with inputs of its size. All ways
-read the same random tokens behind `--past` tokens, in changing order; the table has medians. Needs an idle machine.
+Each way but the last adds to the one before:
+
+- plain: transformers' `DynamicCache`, which concatenates. Under a mask, grouped keys and values are repeated.
+- growing: a cache that grows in place (`runtime/cache_slots.py`).
+- grouped: keys are read once for all heads that share them (`cpu/grouped_attention.py`).
+- few: by our own operator for few queries, where it runs (`cpu/few_queries.py`).
+- packed: with packed copies of the weights (`cpu/packed_weights.py`).
+- compiled: with compiled layers too, which the first run compiles (about a minute).
+- products: the products of the way before alone, each called once with inputs of its size.
+
+All ways read the same random tokens behind `--past` tokens, in changing order; the tables have medians. Needs an idle
+machine.
 """
 
 from __future__ import annotations
 
-import time
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-from runner import counts, loaded_target, options, print_by_rows
+from runner import counts, loaded_target, numbers, options, print_by_rows
 
-
-def accelerated(target: Any, packed: bool, programs: bool) -> Any:
-    from hf_hsdraft.runtime.target_runtime import Acceleration
-
-    acceleration = Acceleration(target)
-    acceleration.begin(packed, 1000, programs)
-    return acceleration
+WAYS = ("plain", "growing", "grouped", "few", "packed")
+_CHUNK = 1024  # tokens of a context that are read at once
 
 
-def reader(target: Any, acceleration: Any, ids: Any, past: int) -> Callable[[], float]:
-    """Returns a function that reads `ids` `[1, n]` under a tree's mask, drops them again, and returns milliseconds."""
+def filled(target: Any, past: int) -> Any:
+    """Returns a cache of so many random tokens."""
     import torch
     from transformers import DynamicCache
 
     from hf_hsdraft.core.cache_name import CACHE
+
+    cache = DynamicCache(config=target.config)
+    for part in torch.randint(100, 1000, (1, past)).split(_CHUNK, dim=1):
+        target(part.to(target.device), **{CACHE: cache}, logits_to_keep=1)
+    return cache
+
+
+def inputs_of(target: Any, past: int, rows: int) -> dict[str, Any]:
+    """Returns the inputs of a forward over `rows` random tokens behind `past`: several under a mask, as a tree's."""
+    import torch
+
+    ids = torch.randint(100, 1000, (1, rows))
+    seen = torch.ones(1, 1, rows, past + rows, dtype=torch.bool).tril(past)
+    inputs = {"input_ids": ids, "position_ids": torch.arange(past, past + rows)[None]}
+    inputs |= {"attention_mask": seen} if rows > 1 else {}
+    return {name: each.to(target.device) for name, each in inputs.items()}
+
+
+def readers(target: Any, past: int, rows: int) -> dict[str, Callable[[], float]]:
+    """Returns for each of `WAYS` a function that reads the same tokens, drops them again, and returns milliseconds."""
+    from hf_hsdraft.bench.calls import timed
+    from hf_hsdraft.core.cache_name import CACHE
+    from hf_hsdraft.cpu import grouped_attention
+    from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
+    from hf_hsdraft.cpu.small_weights import KERNEL
     from hf_hsdraft.runtime.cache_slots import make_room
 
-    cache, count = DynamicCache(config=target.config), ids.shape[1]
-    target(torch.arange(1, past + 1)[None], **{CACHE: cache})
+    KERNEL.operators(wait=True)
+    inputs, cache = inputs_of(target, past, rows), filled(target, past)
+    growing, packed = copy.deepcopy(cache), PackedWeights(linears_to_pack(target, True))
+    make_room(growing)
+
+    def read(way: str) -> float:
+        own = cache if way == "plain" else growing
+        with ExitStack() as stack:
+            if way in ("grouped", "few", "packed"):
+                stack.enter_context(grouped_attention.grouped_attention(target.device))
+            if way == "grouped":
+                stack.enter_context(patch.object(grouped_attention, "attend_few", lambda *layer: None))
+            if way == "packed":
+                stack.enter_context(packed.in_use())
+            _, seconds = timed(target.device, target, **inputs, **{CACHE: own})
+        own.crop(-rows)
+        return 1000 * seconds
+
+    return {way: partial(read, way) for way in WAYS}
+
+
+def compiled(target: Any, past: int, rows: int) -> dict[str, Callable[[], float]]:
+    """Returns the same for packed weights and compiled layers, and for the products of these forwards."""
+    import torch
+
+    from hf_hsdraft.bench.calls import timed
+    from hf_hsdraft.core.cache_name import CACHE
+    from hf_hsdraft.cpu.packed_weights import joined_product, packed_now
+    from hf_hsdraft.runtime.cache_slots import make_room
+    from hf_hsdraft.runtime.target_runtime import Acceleration
+
+    acceleration = Acceleration(target)
+    acceleration.begin(True, 1000, True)
+    inputs, cache = inputs_of(target, past, rows), filled(target, past)
     make_room(cache)
-    places = torch.arange(past, past + count)[None]
-    seen = torch.ones(1, 1, count, past + count, dtype=torch.bool).tril(past)
-    inputs = {"input_ids": ids, "position_ids": places, "attention_mask": seen if count > 1 else None}
 
     def read() -> float:
-        begin = time.perf_counter()
-        acceleration.forward({**inputs, CACHE: cache}, comes_again=False)
-        milliseconds = 1000 * (time.perf_counter() - begin)
-        cache.crop(-count)
+        forward = partial(acceleration.forward, {**inputs, CACHE: cache}, comes_again=False)
+        _, seconds = timed(target.device, forward)
+        cache.crop(-rows)
         while acceleration.after_round():  # compiles and packs
-            acceleration.forward({**inputs, CACHE: cache}, comes_again=False)
-            cache.crop(-count)
-        return milliseconds
+            forward()
+            cache.crop(-rows)
+        return 1000 * seconds
 
     for _ in range(3):
         read()
-    return read
-
-
-def products(target: Any, acceleration: Any, rows: int) -> Callable[[], float]:
-    """Returns a function that calls the products of a forward, and returns milliseconds."""
-    import torch
-
-    from hf_hsdraft.cpu.packed_weights import joined_product, packed_now
-
     weights = acceleration._packing.weights
     with weights.in_use():
         groups = dict.fromkeys(weights._of[linear].linears for linear in packed_now(target))
-    inputs = [torch.randn(1, rows, group[0].in_features, dtype=target.dtype) for group in groups]
+    states = [torch.randn(1, rows, group[0].in_features, dtype=target.dtype) for group in groups]
 
     def multiply() -> float:
         with weights.in_use():
-            begin = time.perf_counter()
-            for group, x in zip(groups, inputs, strict=True):
-                joined_product(group, x)
-            return 1000 * (time.perf_counter() - begin)
+            return 1000 * timed(target.device, lambda: [*map(joined_product, groups, states)])[1]
 
-    return multiply
+    return {"compiled": read, "products": multiply}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = options(__doc__, target=None, dtype="bfloat16", repeats=15, seed=0, json=None)
-    parser.add_argument("--rows", type=counts, default=[1, 9, 17, 25], help="default: 1,9,17,25")
-    parser.add_argument("--past", type=int, default=200, help="tokens in the cache; default: 200")
+    parser = options(__doc__, target=None, dtype="bfloat16", device="cpu", repeats=15, seed=0, json=None)
+    parser.add_argument("--rows", type=counts, default=[1, 9, 17, 25], help="nodes, the root included; 1,9,17,25")
+    parser.add_argument("--past", type=numbers, default=[200], help="tokens in the cache; default: 200")
+    parser.add_argument("--uncompiled", action="store_true", help="leave the last two ways out")
     given = parser.parse_args(arguments)
     import torch
 
     torch.manual_seed(given.seed)
     target, _ = loaded_target(given)
-    kinds = {"eager": (False, False), "packed": (True, False), "packed, compiled": (True, True)}
 
     def calls_of(rows: int) -> dict[str, Callable[[], float]]:
-        ids, calls = torch.randint(100, 1000, (1, rows)), dict[str, Callable[[], float]]()
-        for name, kind in kinds.items():
-            acceleration = accelerated(target, *kind)
-            calls[name] = reader(target, acceleration, ids, given.past)
-            if kind == (True, True):
-                calls["its products"] = products(target, acceleration, rows)
-        return calls
+        found = dict[str, Callable[[], float]]()
+        for past in given.past:
+            calls = readers(target, past, rows) | ({} if given.uncompiled else compiled(target, past, rows))
+            found |= {f"{past}: {name}": call for name, call in calls.items()}
+        return found
 
     with torch.no_grad():
-        print_by_rows(given, calls_of, "forward", "node")
+        print_by_rows(given, calls_of, "context: way", "node")
 
 
 if __name__ == "__main__":

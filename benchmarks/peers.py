@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from runner import options
@@ -66,8 +67,8 @@ def parse_economize(text: str) -> Callable[[Any], Any]:
     title = f"economize {ECONOMIZE[kind]}, cycle {length}" + ("" if stop is None else f", above {stop}")
 
     def system(target: Any) -> Any:
-        decode = economize_decoder(kind, target, Path(folder) if folder else None, length, stop)
-        return System(title, decode=decode, draws_as_plain=False)
+        generate = economize_generate(kind, target, Path(folder) if folder else None, length, stop)
+        return System(title, generate=generate, draws_as_plain=False)
 
     return system
 
@@ -154,10 +155,10 @@ def check_economize() -> None:
         raise ImportError("the comparison needs economize: pip install --no-deps economize")
 
 
-def economize_decoder(
+def economize_generate(
     kind: str, target: Any, folder: Path | None, cycle_length: int, min_confidence: float | None
 ) -> Any:
-    """Returns the function by which economize decodes with a target.
+    """Returns what decodes with a target by economize, in place of its `generate()`.
 
     `folder` was written by `economize.save`, with an EAGLE-3 or, for the hybrid, a hybrid; None for the lookup. A cycle
     includes the target's token. Drafting stops below the probability `min_confidence`. Raises an ImportError if
@@ -165,31 +166,41 @@ def economize_decoder(
     """
     check_economize()
     import economize
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     from hf_hsdraft.runtime.prompt_inputs import end_tokens
 
     model = _economize_model(kind, target, folder)
     ends = end_tokens(target)
 
-    def decode(
-        prompts: Sequence[Any], max_new_tokens: int, temperature: float, seed: int, first: Callable[[], None]
-    ) -> list[tuple[list[int], list[int]]]:
-        waiting = [True]
+    def generate(
+        input_ids: Any, attention_mask: Any, streamer: Any, max_new_tokens: int, temperature: float = 0.0, **_: Any
+    ) -> SimpleNamespace:
+        waiting, forwards, rows = [True], list[None](), len(input_ids)
+        streamer.put(input_ids)
 
         def ends_text(text: Any) -> bool:  # economize calls it after every token
             if waiting:
                 waiting.clear()
-                first()
+                streamer.put(torch.zeros(rows))
             return int(text[-1]) in ends
 
-        sampler = economize.TopPSampler(temperature, seed=seed) if temperature > 0 else None
+        sampler = economize.TopPSampler(temperature, seed=torch.initial_seed()) if temperature > 0 else None
         options = economize.DecodeConfig(
             cycle_length=cycle_length, min_confidence=min_confidence, verifier="rejection" if sampler else None
         )
-        results = model.decode_batch(list(prompts), max_new_tokens, decoding=options, selector=sampler, stop=ends_text)
-        return [([int(token) for token in each.tokens], [count for _, count in each.acceptance]) for each in results]
+        prompts = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
+        with target.base_model.layers[0].register_forward_pre_hook(lambda *_: forwards.append(None)):
+            results = model.decode_batch(prompts, max_new_tokens, decoding=options, selector=sampler, stop=ends_text)
+        accepted = [count for each in results for _, count in each.acceptance]
+        if rows == 1:  # rounds without a draft, which accepted nothing, are not told
+            accepted += [0] * (len(forwards) - 1 - len(accepted))
+        end = next(iter(ends), 0)
+        new = pad_sequence([torch.as_tensor(each.tokens) for each in results], batch_first=True, padding_value=end)
+        return SimpleNamespace(sequences=torch.cat([input_ids, new.to(input_ids)], dim=1), accepted=accepted)
 
-    return decode
+    return generate
 
 
 def _economize_model(kind: str, target: Any, folder: Path | None) -> Any:

@@ -172,7 +172,7 @@ def time_call(
         synchronise(target.device)
         before = memory.start()
         begin = time.perf_counter()
-        rows, run = (_decode if system.decode is not None else _generate)(target, inputs, system, settings)
+        rows, run = _generate(target, inputs, system, settings)
         synchronise(target.device)
         run.seconds = time.perf_counter() - begin
         run.memory_before, run.memory_peak = before, None if before is None else memory.peak()
@@ -181,9 +181,6 @@ def time_call(
         run.first_seconds -= begin
     run.rows, run.tokens = len(rows), sum(map(len, rows))
     run.forwards = max(map(len, rows)) if system.static else len(forwards)
-    if system.decode is not None and len(rows) == 1 and run.accepted is not None:
-        # Rounds without a draft, which accepted nothing, are missing from the list.
-        run.accepted += [0] * (run.forwards - 1 - len(run.accepted))
     if run.statistics is not None:
         run.forwards = run.statistics.row_forwards
     return rows, run
@@ -198,37 +195,19 @@ def _generate(
         kwargs["max_cache_len"] = settings.max_cache_len
     packed = PackedWeights(linears_to_pack(target, True)).in_use() if system.packed else contextlib.nullcontext()
     with packed:
-        output = target.generate(**inputs, **kwargs)
+        output = (system.generate or target.generate)(**inputs, **kwargs)
     statistics = getattr(output, "statistics", None)
     run = Run(0, 0.0, 0, statistics=statistics, first_seconds=streamer.first)
     run.first_tokens = streamer.sizes[0] if streamer.sizes else 0
     if statistics is not None:
         run.accepted = list(statistics.accepted_lengths)
+    elif system.generate is not None:
+        run.accepted = output.accepted
     elif system.name != PLAIN and not (system.static or system.packed) and len(inputs["input_ids"]) == 1:
         rounds = streamer.sizes[1:] if system.drafts_later else streamer.sizes
         run.accepted = [size - 1 for size in rounds]  # assisted decoding streams round by round
     start = inputs["input_ids"].shape[1] if not target.config.is_encoder_decoder else 1
     return output.sequences[:, start:].tolist(), run
-
-
-def _decode(
-    target: Any, inputs: dict[str, torch.Tensor], system: System, settings: Settings
-) -> tuple[list[list[int]], Run]:
-    assert system.decode is not None
-    run = Run(0, 0.0, 0, first_tokens=1)
-    arrivals: list[float] = []
-    prompts = [ids[mask.bool()] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
-    answers = system.decode(
-        prompts,
-        settings.max_new_tokens,
-        settings.temperature,
-        settings.seed,
-        lambda: arrivals.append(time.perf_counter()),
-    )
-    run.first_seconds = arrivals[0] if arrivals else None
-    run.first_tokens = len(answers)
-    run.accepted = [length for _, accepted in answers for length in accepted]
-    return [tokens for tokens, _ in answers], run
 
 
 def until_end(tokens: Sequence[int], target: Any) -> list[int]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
-from .profile import PARTS
 from .report import ROUND_PARTS, BenchResult, summarise
 from .run import BATCH, CONTEXT, NEW, SweepPoint
 
@@ -70,18 +69,15 @@ def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], digits: str) -> No
 
 def _round(result: BenchResult) -> Figure | None:
     """Draws the parts of a round from the profile if there is one, else from decoding statistics."""
-    if result.profiles:
-        rows = {name: each.parts for name, each in result.profiles.items()}
-        parts: Sequence[str] = PARTS
-    else:
-        rows = {name: row for name, row in result.drafted().items() if "draft" in row}
-        parts = ROUND_PARTS
+    rows = {name: each.parts for name, each in result.profiles.items()} or {
+        name: {part: row[part] for part in ROUND_PARTS} for name, row in result.drafted().items() if "draft" in row
+    }
     if not rows:
         return None
     figure = new_figure(8.0, 1.9 + 0.45 * len(rows))
     axes = figure.subplots()
     left = [0.0] * len(rows)
-    for index, part in enumerate(parts):
+    for index, part in enumerate(next(iter(rows.values()))):
         widths = [row[part] for row in rows.values()]
         axes.barh(range(len(rows)), widths, 0.7, left=left, color=COLOURS[index % len(COLOURS)], label=part,
                   hatch="//" if index >= len(COLOURS) else None, edgecolor="white")  # fmt: skip

@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..core.methods import load
 from ..runtime.misreading import tie_margin
 from ..training.data.conversations import Prompt
-from . import profile as profiling
 from .calls import Run
-from .profile import Profile
 from .run import BATCH, CONTEXT, MEANING, NEW, Measured, SweepPoint
 from .systems import PLAIN
 
@@ -227,7 +226,7 @@ class BenchResult:
     weights: dict[str, Any]
     questions: Sequence[Prompt]
     measured: Measured = field(default_factory=Measured)
-    profiles: dict[str, Profile] = field(default_factory=dict)
+    profiles: dict[str, Any] = field(default_factory=dict)  # see `methods/round_profile.py`
     sweeps: dict[str, list[SweepPoint]] = field(default_factory=dict)  # points of each sweep, by axis
 
     @property
@@ -257,6 +256,10 @@ def _summaries(measured: Measured) -> dict[str, Summary]:
     return {name: summarise(runs, measured.plain) for name, runs in measured.runs.items() if runs}
 
 
+def _profiling() -> Any:
+    return load("measuring", "profile")
+
+
 def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the report for `--json`: settings, definitions, summaries and all single calls."""
     measured, drafted = result.measured, result.drafted()
@@ -267,7 +270,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
         return {**found, "left_out": each.measured.left_out}
 
     return {
-        "definitions": {**DEFINITIONS, **MEANING, **profiling.DEFINITIONS},
+        "definitions": {**DEFINITIONS, **MEANING, **(_profiling().DEFINITIONS if result.profiles else {})},
         "settings": result.settings,
         "weights": {name: digest for name, digest in result.weights.items() if name in measured.runs},
         "summary": {name: vars(row) for name, row in result.summaries().items()},
@@ -275,10 +278,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
             name: {category: vars(row) for category, row in rows.items()} for name, rows in result.categorised().items()
         },
         "round": {name: drafted.get(name, {}) for name in measured.others},
-        "profile": {
-            name: {**asdict(each), "limit": each.limit, "reached": each.reached}
-            for name, each in result.profiles.items()
-        },
+        "profile": {name: each.document() for name, each in result.profiles.items()},
         "first_calls": {name: asdict(run) for name, run in measured.first.items()},
         "left_out": measured.left_out,
         **{axis: list(map(point, points)) for axis, points in result.sweeps.items()},
@@ -300,8 +300,7 @@ def print_report(result: BenchResult, console: Console) -> None:
     if len(set(result.categories)) > 1 and measured.others:
         console.print(_category_table(result))
     if result.profiles:
-        console.print(_profile_table(result))
-        note(console, *(_limit_line(name, each) for name, each in result.profiles.items()))
+        _profiling().print_profiles(result.profiles, console)
     for axis, points in result.sweeps.items():
         console.print(sweep_table(axis, points))
         left_out = ((point.value, *each) for point in points for each in point.measured.left_out.items())
@@ -326,8 +325,8 @@ def _glossary(result: BenchResult) -> dict[str, str]:
     for axis in result.sweeps:
         found |= sweep_glossary(axis)
     if result.profiles:
-        found["ms a round"] = profiling.DEFINITIONS["profile"]
-        found |= {name: profiling.DEFINITIONS[name] for name in ("limit", "reached")}
+        parts = dict(_profiling().DEFINITIONS)
+        found |= {"ms a round": parts.pop("profile"), **parts}
     return found
 
 
@@ -369,29 +368,6 @@ def _category_table(result: BenchResult) -> Table:
         rows = [column[category] for column in columns.values()]
         table.add_row(escape(category) or "(none)", *(f"{number(row.tau)} ({row.speed_up:.2f})" for row in rows))
     return table
-
-
-def _profile_table(result: BenchResult) -> Table:
-    table = Table("ms a round (share)", *map(escape, result.profiles))
-    for part in profiling.PARTS:
-        cells = [
-            f"{each.parts[part]:.2f} ({each.parts[part] / each.round_ms:.0%})" for each in result.profiles.values()
-        ]
-        table.add_row(part, *cells)
-    table.add_row("round", *(f"{each.round_ms:.2f}" for each in result.profiles.values()))
-    return table
-
-
-def _limit_line(name: str, found: Profile) -> str:
-    if found.limit is None:
-        return f"{name}: no limit, none of its forwards could be repeated"
-    line = (
-        f"{name}: limit {found.limit:.2f} = tau {found.tau:.2f} x t(1) {found.forward_one_ms:.2f} ms / "
-        f"t({found.timed_nodes}) {found.forward_nodes_ms:.2f} ms, {found.nodes:.1f} nodes a round"
-    )
-    if found.reached is None:
-        return line
-    return f"{line}; measured {found.decode_speed_up:.2f}, reached {found.reached:.0%}"
 
 
 def sweep_glossary(axis: str) -> dict[str, str]:

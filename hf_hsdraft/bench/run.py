@@ -14,7 +14,7 @@ import torch
 
 from ..runtime.misreading import Divergence, first_divergence
 from ..runtime.prompt_inputs import encode_batch, encode_prompt
-from ..runtime.target_limits import text_config
+from ..runtime.target_limits import furthest_position
 from ..training.data.conversations import Prompt, read_prompts
 from .calls import Run, Settings, time_call
 from .systems import PLAIN, System
@@ -210,16 +210,11 @@ class SweepPoint:
     measured: Measured
 
 
-def positions_of(target: Any) -> float:
-    """Returns the number of positions in the target's configuration; infinite if it names none."""
-    return getattr(text_config(target), "max_position_embeddings", None) or float("inf")
-
-
 def check_points(
     target: Any, tokenizer: Any, prompts: Sequence[str], points: Mapping[str, Sequence[int]], max_new_tokens: int
 ) -> None:
     """Raises a ValueError if a point cannot be measured with these prompts and this target."""
-    window = positions_of(target)
+    window = furthest_position(target)
     lengths = [length_of(tokenizer, prompt) for prompt in prompts]
     for length in points.get(CONTEXT, ()):
         if length + max_new_tokens > window:

@@ -109,11 +109,6 @@ def parse_variants(text: str) -> list[Variant]:
     return [Variant.parse(name) for name in names]
 
 
-# Takes prompts (each [length]), the greatest number of new tokens, a temperature (0 is greedy), a seed, and a function
-# to call when the first token is there. Returns the new tokens of each, and how many drafted ones each cycle accepted.
-Decode = Callable[[Sequence[torch.Tensor], int, float, int, Callable[[], None]], list[tuple[list[int], list[int]]]]
-
-
 @dataclass(frozen=True)
 class System:
     """One way of decoding."""
@@ -123,7 +118,8 @@ class System:
     generate_kwargs: dict[str, Any] = field(default_factory=dict)
     drafter: Any = None
     options: dict[str, Any] = field(default_factory=dict)  # drafting options set on the drafter during a call
-    decode: Decode | None = None  # decodes instead of `generate()`
+    # In place of the target's `generate()`; its output tells too how many drafted tokens each round `accepted`
+    generate: Callable[..., Any] | None = None
     # whether it drafts with a drafter that the user named. If such a system fails, the comparison fails
     ours: bool = False
     draws_as_plain: bool = True  # whether sampling with the same seed gives plain decoding's text

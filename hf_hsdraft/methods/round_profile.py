@@ -8,17 +8,20 @@ import inspect
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch import nn
 
 from ..bench.calls import Settings, synchronise, time_call, timed
-from ..bench.profile import PARTS, PYTHON, TARGET, Profile
+from ..bench.report import note
 from ..bench.run import Inputs
 from ..bench.systems import System
 from ..core.cache_name import CACHE, given_cache
@@ -36,6 +39,19 @@ from ..runtime.cache_slots import give_room_back
 from ..runtime.target_runtime import TargetRuntime
 from ..runtime.tree_reading import as_attention_takes_it, tree_mask
 
+TARGET, PYTHON = "target forward", "Python"
+PARTS = (
+    "context update", "roll-out", "head", "injector", "n-grams", "tree building", "mask", TARGET, "verification",
+    "commit", PYTHON,
+)  # fmt: skip
+DEFINITIONS = {
+    "profile": "milliseconds of a round by part; the parts add up to the round. These rounds are slower than those of "
+    "the table, because the interpreter reports each function and, on a GPU, every part is waited for",
+    "limit": "tau x t(1) / t(n): the speed-up of the same tau if all but the target's forward were free. tau: tokens a "
+    "round, the prompt's forward left out; t(1): a forward over one token; t(n): the forward that verifies n nodes, "
+    "the root included, n as in the mean round; medians over copies of one cache",
+    "reached": "the table's speed-up after the first token, measured without timers, over the limit",
+}
 # The functions of each part. Time that another part takes inside a function belongs to that part. The target is a
 # module, and the rest of a round is Python.
 TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
@@ -52,6 +68,60 @@ TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
     PYTHON: (decode,),
 }
 _FORWARDS = 7  # number of forwards timed for t(1) and for t(n)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measurements of the rounds of one system; means are over its rounds."""
+
+    rounds: int
+    round_ms: float  # mean milliseconds of a round
+    parts: dict[str, float]  # mean milliseconds of each part; they sum to `round_ms`
+    tau: float  # mean tokens a round
+    nodes: float  # mean nodes verified in a round, the root included
+    timed_nodes: int | None  # number n of nodes of the repeated forward; `None` if no forward could be repeated
+    forward_one_ms: float | None  # t(1), milliseconds of a forward over one token; `None` as above
+    forward_nodes_ms: float | None  # t(n), milliseconds of the repeated forward; `None` as above
+    decode_speed_up: float | None = None  # measured without timers; `None` if not measured
+
+    @property
+    def limit(self) -> float | None:
+        """Speed-up of the same tau if all but the target's forward were free; `None` if unknown."""
+        if self.forward_one_ms is None or self.forward_nodes_ms is None:
+            return None
+        return self.tau * self.forward_one_ms / self.forward_nodes_ms
+
+    @property
+    def reached(self) -> float | None:
+        """Share of the limit that was reached, 0 to 1; `None` if unknown."""
+        limit = self.limit
+        return None if limit is None or self.decode_speed_up is None else self.decode_speed_up / limit
+
+    def document(self) -> dict[str, Any]:
+        return {**asdict(self), "limit": self.limit, "reached": self.reached}
+
+    def line(self, name: str) -> str:
+        """Says what the limit is and how much of it the system of this name has reached."""
+        if self.limit is None:
+            return f"{name}: no limit, none of its forwards could be repeated"
+        line = (
+            f"{name}: limit {self.limit:.2f} = tau {self.tau:.2f} x t(1) {self.forward_one_ms:.2f} ms / "
+            f"t({self.timed_nodes}) {self.forward_nodes_ms:.2f} ms, {self.nodes:.1f} nodes a round"
+        )
+        if self.reached is None:
+            return line
+        return f"{line}; measured {self.decode_speed_up:.2f}, reached {self.reached:.0%}"
+
+
+def print_profiles(profiles: Mapping[str, Profile], console: Console) -> None:
+    """Prints the profiles of some systems, by their names."""
+    table = Table("ms a round (share)", *map(escape, profiles))
+    for part in PARTS:
+        cells = [f"{each.parts[part]:.2f} ({each.parts[part] / each.round_ms:.0%})" for each in profiles.values()]
+        table.add_row(part, *cells)
+    table.add_row("round", *(f"{each.round_ms:.2f}" for each in profiles.values()))
+    console.print(table)
+    note(console, *(each.line(name) for name, each in profiles.items()))
 
 
 def profile(

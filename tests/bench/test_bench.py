@@ -22,7 +22,6 @@ from hf_hsdraft.bench import run
 from hf_hsdraft.bench.calls import PeakMemory, Run, Settings, time_call
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
 from hf_hsdraft.bench.plots import draw_bench
-from hf_hsdraft.bench.profile import PARTS, PYTHON, TARGET
 from hf_hsdraft.bench.report import as_document, print_report, summarise
 from hf_hsdraft.bench.run import BATCH, CONTEXT, NEW, check_points, measure, padded_batches, padded_prompt, turn_order
 from hf_hsdraft.bench.systems import PLAIN, System, make_systems, parse_variants
@@ -30,7 +29,7 @@ from hf_hsdraft.cli.hub import enter_benchmarks
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.protocol import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
-from hf_hsdraft.methods.round_profile import TIMED, profile
+from hf_hsdraft.methods.round_profile import PARTS, PYTHON, TARGET, TIMED, profile
 from hf_hsdraft.runtime.misreading import Divergence, first_divergence
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 
@@ -230,10 +229,10 @@ def test_sampling_takes_as_many_tokens_as_it_is_told(target, inputs):
 
 
 def test_who_cannot_decode_is_left_out_but_none_of_ours(monkeypatch, target, drafter, inputs):
-    def broken(*_):
+    def broken(*_, **__):
         raise RuntimeError("no kernel\nfor this")
 
-    others = [System("broken", decode=broken), *systems_of("chain", target, drafter)]
+    others = [System("broken", generate=broken), *systems_of("chain", target, drafter)]
     measured = measure(target, others, inputs[:1], Settings(4))
     assert measured.left_out == {"broken": "RuntimeError: no kernel"} and set(measured.runs) == {PLAIN, "chain"}
     monkeypatch.setattr(WorkingWeights, "logits", broken)

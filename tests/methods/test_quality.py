@@ -9,8 +9,6 @@ import re
 import pytest
 import torch
 from conftest import make_drafter, make_target
-from prompt_questions import main as write_questions
-from prompt_questions import questions_of, text_of
 from test_lossy import LOOSE
 from typer.testing import CliRunner
 
@@ -194,51 +192,6 @@ def test_log_probabilities_are_the_targets(target):
     scores = target(torch.cat([prompt, torch.tensor([tokens])], dim=1)).logits[0].log_softmax(-1)
     expected = sum(float(scores[6 + place, token]) for place, token in enumerate(tokens))
     assert log_probability(target, prompt, tokens) == pytest.approx(expected, abs=1e-4)
-
-
-def test_questions_out_of_prompts_have_answers_of_their_texts(tmp_path, capsys):
-    texts = [
-        "Anna found an old basket near the quiet river. It cost her $1,250 at the market.",
-        "The yellow lantern stands behind the wooden cottage. It burned for 17 nights without anybody near it.",
-        "Somebody painted the garden fence while the others were sleeping. Nobody noticed the colour until Sunday.",
-    ]
-    prompts = [f"Summarize.\n\n{text} This sentence goes on and on, {'and on, ' * 40}." for text in texts]
-    assert [text_of(prompt) for prompt in prompts] == texts and text_of("Too short.") == ""
-    assert [each["answer"] for each in questions_of(prompts[:1], "own")]  # there is no other text to take words of
-    path, out = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in prompts))
-    write_questions([str(path), str(out)])
-    told = capsys.readouterr().out
-    assert "copying: 3 questions" in told and "amount: 1 questions" in told
-    items = read_items(out)
-    found = {(item.task, item.answer) for item in items if item.task != "own: word"}
-    copies = {("own: copying", text[: text.index(".") + 1]) for text in texts}
-    assert found == copies | {("own: amount", "1250"), ("own: number", "1250"), ("own: number", "17")}
-    words = [item for item in items if item.task == "own: word"]
-    assert len(words) == 3
-    for item in words:
-        [text] = [text for text in texts if text in item.prompt]
-        assert [label for label in item.labels if label in text] == [item.answer] and len(set(item.labels)) == 3
-    assert all(item.is_right(item.answer) and "Summarize" not in item.prompt for item in items)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The temperature fell to -12 degrees in the night.",
-        "They stood in room B12 and waited for the water.",
-        "She took three buckets, and 4 were left in the room.",
-        "The rent of the house was $1.5 million in that year.",
-        "Anna finished in the 3rd place, behind her sisters.",
-        "They left the old wooden barn to the 5-year-old boy.",
-        "Half of the 40 boats in the harbour were painted.",
-    ],
-)
-def test_numbers_that_can_be_read_otherwise_are_not_asked_for(text):
-    asked = {
-        question["category"] for question in questions_of([f"{text} Nobody noticed it until the next Sunday."], "t")
-    }
-    assert "t: copying" in asked and asked.isdisjoint({"t: number", "t: amount"})
 
 
 def test_a_run_that_was_stopped_goes_on(target, tokenizer, tmp_path):
