@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import numpy
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..core.methods import load
 from ..runtime.misreading import tie_margin
@@ -97,12 +97,8 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
     ]
     decoding = [(_decode_speed(own), _decode_speed(other)) for own, other in repeats]
     firsts = [1e3 * run.first_seconds for run in runs if run.first_seconds is not None]
-    peaks = [run.memory_peak / 1e6 for run in runs if run.memory_peak is not None]
-    growths = [
-        (run.memory_peak - run.memory_before) / 1e6
-        for run in runs
-        if run.memory_peak is not None and run.memory_before is not None
-    ]
+    held = [(run.memory_peak / 1e6, run.memory_before) for run in runs if run.memory_peak is not None]
+    growths = [peak - before / 1e6 for peak, before in held if before is not None]
     lengths = [length for run in runs for length in run.accepted or ()]  # none where the system reports no rounds
     identical, ties, divergent = _texts(runs)
     low, middle, high = (float(share) for share in numpy.quantile(prompts, (0.1, 0.5, 0.9)))
@@ -116,7 +112,7 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
         speed_up_prompts=(low, middle, high),
         decode_speed_up=_median([own / other for own, other in decoding if own is not None and other is not None]),
         first_token_ms=_median(firsts),
-        peak_memory_mb=max(peaks, default=None),
+        peak_memory_mb=max((peak for peak, _ in held), default=None),
         peak_growth_mb=_median(growths),
         identical=identical,
         ties=ties,
@@ -339,35 +335,37 @@ def define(console: Console, definitions: Mapping[str, str]) -> None:
     note(console, *(f"{name}: {text}." for name, text in definitions.items()))
 
 
+def _across(title: str, columns: Mapping[str, Sequence[str]], rows: Iterable[str]) -> Table:
+    """A table with a column for each system, which fits terminals of 80 columns; long names wrap."""
+    table = Table(title, *(Column(escape(name), overflow="fold") for name in columns))
+    for row in zip(rows, *columns.values(), strict=True):
+        table.add_row(*map(escape, row))
+    return table
+
+
 def _main_table(result: BenchResult) -> Table:
-    names, lossy = shown(result.several), result.settings.get("lossy", ())
-    table = Table("variant", *(FIGURES[name][0] for name in names))
-    for name, row in result.summaries().items():
-        title = escape(name) + (f" ({LOSSY})" if name in lossy else "")
-        table.add_row(title, *map(row.cell, names))
-    if lossy:
+    names, marks = shown(result.several), dict.fromkeys(result.settings.get("lossy", ()), f" ({LOSSY})")
+    columns = {name + marks.get(name, ""): [*map(row.cell, names)] for name, row in result.summaries().items()}
+    table = _across("all prompts", columns, (FIGURES[name][0] for name in names))
+    if marks:
         table.caption = f"{LOSSY}: its rule of verification may change the text"
     return table
 
 
 def _cost_table(result: BenchResult) -> Table:
-    rows, summaries = result.drafted(), result.summaries()
+    rows, summaries, columns = result.drafted(), result.summaries(), {}
     deepest = max(sum(key.startswith("depth_") for key in row) for row in rows.values())
     depths = range(1, min(deepest, _SHOWN_DEPTHS) + 1)  # the JSON has all depths
-    table = Table("per round", *_PARTS, "acceptance length", *(f"accept {depth}" for depth in depths))
     for name, row in rows.items():
         cells = [*(number(row.get(part), 1) for part in ROUND_PARTS), number(summaries[name].acceptance_length)]
-        table.add_row(escape(name), *cells, *(f"{row.get(f'depth_{depth}', 0.0):.2f}" for depth in depths))
-    return table
+        columns[name] = cells + [f"{row.get(f'depth_{depth}', 0.0):.2f}" for depth in depths]
+    return _across("per round", columns, [*_PARTS, "acceptance length", *(f"accept {depth}" for depth in depths)])
 
 
 def _category_table(result: BenchResult) -> Table:
-    columns = result.categorised()
-    table = Table("tau (speed-up) by category", *map(escape, columns))
-    for category in next(iter(columns.values())):
-        rows = [column[category] for column in columns.values()]
-        table.add_row(escape(category) or "(none)", *(f"{number(row.tau)} ({row.speed_up:.2f})" for row in rows))
-    return table
+    found = result.categorised()
+    columns = {n: [f"{number(each.tau)} ({each.speed_up:.2f})" for each in of.values()] for n, of in found.items()}
+    return _across("tau (speed-up) by category", columns, (name or "(none)" for name in next(iter(found.values()))))
 
 
 def sweep_glossary(axis: str) -> dict[str, str]:

@@ -36,11 +36,10 @@ DEFINITIONS = f"""<dl class="hs-definitions">
 </dl>"""
 LEGEND = '<p class="hs-legend"><mark>drafted and accepted</mark> <span>the target\'s own</span></p>'
 _EMPTY = '<p class="hs-empty">Write a message below. Accepted drafts are coloured while the answer streams.</p>'
-_TREE_LEGEND = (
-    '<p class="hs-legend"><span class="hs-key hs-key-root"></span>last token of the round before '
-    '<span class="hs-key hs-key-accepted"></span>accepted <span class="hs-key hs-key-refused"></span>not accepted '
-    '<span class="hs-key hs-key-own"></span>the target\'s own token, which comes after them</p>'
-)
+_KEYS = {"root": "last token of the round before", "accepted": "accepted", "refused": "not accepted"}
+_KEYS["own"] = "the target's own token, which comes after them"
+_PAIRS = [f'<span><span class="hs-key hs-key-{kind}"></span>{text}</span>' for kind, text in _KEYS.items()]
+_TREE_LEGEND = f'<p class="hs-legend">{" ".join(_PAIRS)}</p>'
 _SHOW, _HIDE = "Show the last trees", "Hide the trees"
 _INTERVAL = 0.25  # seconds between updates of an answer; each takes time from decoding
 _FONTS = ("system-ui", "Segoe UI", "Roboto", "sans-serif"), ("ui-monospace", "Menlo", "Consolas", "monospace")

@@ -152,18 +152,22 @@ def test_what_columns_mean_is_said_by_their_titles(tmp_path, chatty, tokenizer, 
         profile=True,
     )  # fmt: skip
     progress, printed = Console(file=io.StringIO()), Console(file=io.StringIO(), width=300)
-    print_report(run_plan(plan, chatty, tokenizer, {"": CachebackDrafter()}, progress), printed)
+    result = run_plan(plan, chatty, tokenizer, {"": CachebackDrafter()}, progress)
+    print_report(result, printed)
     lines = printed.file.getvalue().splitlines()
     titles = [cell.strip() for line in lines if line[:1] == "┃" for cell in line.strip("┃").split("┃")]
+    rows = [line.split("│")[1].strip() for line in lines if line[:1] == "│"]
     of_cells = {part.strip() for title in titles if ": " in title for part in title.split(": ")[1].split(",")}
     explained = [line.split(": ")[0] for line in lines[lines.index(next(x for x in lines if x[:4] == "tau:")) :]]
     named = {part for title in explained for part in title.split(", ")}
-    for title in titles[1:11]:  # of the main table
-        assert title in named
+    assert rows[0] == "tau" and set(rows[:10]) <= named  # of the table of all prompts
     lines_of_figures = {"first calls", "limit", "reached", "accept N", "ms a round"}
-    assert named <= {*titles, *of_cells, *lines_of_figures} and of_cells <= named
+    assert named <= {*titles, *rows, *of_cells, *lines_of_figures} and of_cells <= named
     assert all("_" not in title for title in explained)
     assert f"bench: {2 * repeats}/{2 * repeats} prompts" in progress.file.getvalue()
+    narrow = Console(file=io.StringIO(), width=80)
+    print_report(result, narrow)
+    assert "…" not in narrow.file.getvalue(), "nothing is cut in a terminal of 80 columns"
 
 
 def test_a_bench_without_a_terminal_says_how_far_it_is(tmp_path, chatty, tokenizer, monkeypatch):

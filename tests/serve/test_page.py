@@ -418,6 +418,16 @@ CUT = """() => {
 }"""
 
 
+# Words of a legend that do not begin beside their box.
+APART = """() => [...document.querySelectorAll('.hs-key')].filter(key => {
+    const range = document.createRange(), box = key.getBoundingClientRect();
+    range.selectNodeContents(key.nextSibling);
+    const [words] = range.getClientRects();
+    const beside = words.left >= box.right && words.left < box.right + 12;
+    return !beside || words.top > box.top || words.bottom < box.bottom;
+}).map(key => key.className)"""
+
+
 @in_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_label_is_cut_in_narrow_and_wide_windows(browser, address, width):
@@ -426,7 +436,12 @@ def test_no_label_is_cut_in_narrow_and_wide_windows(browser, address, width):
         say(page, "w1 w2")
         wait_for_end(page, 1)
         assert page.evaluate(CUT) == []
+        page.locator("#hs-show-trees").click()
+        page.locator(".hs-tree").first.wait_for()  # wide ones scroll
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        tops = [page.locator(f"#hs-{name}").bounding_box()["y"] for name in ("draft", "compare", "sample")]
+        assert width < 1000 or len(set(tops)) == 1, "the switches stand side by side"
+        assert page.evaluate(APART) == []
 
 
 @in_browser

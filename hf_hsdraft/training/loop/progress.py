@@ -106,7 +106,8 @@ class Reporter:
 
         `total` is `None` until `Stage.start` tells it; `done` was done by an earlier run.
         """
-        bar, said, lock, ended = self._bars.add_task(name, total=total), -math.inf, new_lock(), threading.Event()
+        bar = self._bars.add_task(name, total=total, visible=total != 0)
+        said, lock, ended = -math.inf, new_lock(), threading.Event()
 
         def show(stage: Stage) -> None:
             nonlocal said
