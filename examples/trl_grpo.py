@@ -8,7 +8,8 @@ python examples/trl_grpo.py --draw with.json without.json --picture tau.png
 python examples/trl_grpo.py --compare                       # roll-outs plain, drafted, and drafted from past texts too
 python examples/trl_grpo.py --plain                         # no drafter
 
-Training is in TRL's default precision, bfloat16 by autocast; `--float32` is exact to the bit. By default drafts are
+Training is in TRL's default precision, bfloat16 by autocast; `--float32` is exact to the bit, and faster on processors
+without bfloat16 (17 s a step instead of 80 on two quiet cores of an AMD EPYC with AVX2). By default drafts are
 sized by the machine's costs: with 4 answers at once they pay, with 8 hardly any does on two cores, and tau is near 1.
 `--tree-size 8` fixes their size, so that tau shows how well the drafter fits.
 

@@ -171,7 +171,8 @@ class DraftStatistics:
         for depth, share in enumerate(self.acceptance_by_depth, 1):
             bar = f"display:inline-block;height:.8em;width:{10 * share:.1f}em;background:#35a46c"
             rows[f"accepted, depth {depth}"] = f'<span style="{bar}"></span> {share:.0%}'
-        cells = "".join(f"<tr><th>{title}</th><td>{value}</td></tr>" for title, value in rows.items())
+        cell = '<td style="text-align:left">'  # notebooks align to the right, from where bars would grow
+        cells = "".join(f"<tr><th>{title}</th>{cell}{value}</td></tr>" for title, value in rows.items())
         return f"<table>{cells}</table><p>{html.escape(self.explain())}</p>"
 
     def explain(self) -> str:

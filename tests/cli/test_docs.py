@@ -22,7 +22,9 @@ from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter, attached
+from hf_hsdraft.cli import trying
 from hf_hsdraft.cli.main import GROUPS, app
+from hf_hsdraft.cli.train import quick_run
 from hf_hsdraft.drafters.base.draft_options import default_options
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import embedded_gguf
@@ -136,6 +138,16 @@ def test_the_readme_names_the_versions_that_pyproject_asks_for():
     [transformers_needed] = [each for each in project["dependencies"] if each.startswith("transformers")]
     python, library = project["requires-python"].removeprefix(">="), transformers_needed.partition(">=")[2]
     assert f"Python {python} or newer, transformers {library} or newer" in text
+
+
+def test_the_readme_says_what_its_commands_do_by_default(tmp_path):
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"decodes {['no', 'one', 'two', 'three'][trying._PROMPTS]} prompts with and without it" in text
+    minutes = quick_run({"out": str(tmp_path)}, {})[1]["max_minutes"]
+    assert 4.5 <= minutes <= 5 and text.count("five minutes") == 2  # of the table, and of --quick
+    assert {float(each) / 60 for each in re.findall(r"--max-minutes (\d+) # two hours", text)} == {2.0}
+    [install] = re.findall(r"## Install and try(.*?)## ", text)
+    assert set(re.findall(r"`(--[a-z-]+) [^`]*`", install)) - {"--depth"} <= options("demo")
 
 
 @pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=name_of)

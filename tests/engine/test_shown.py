@@ -64,6 +64,7 @@ def test_notebooks_show_a_table_with_a_bar_for_each_depth(target, prompt):
         assert f"tau{found.tau:.2f}" in texts and found.explain().replace("<", "&lt;") in page
         for depth, share in enumerate(found.acceptance_by_depth, 1):
             assert f"accepted, depth {depth} {share:.0%}" in texts and f"width:{10 * share:.1f}em" in page
+        assert page.count("<td") == page.count('<td style="text-align:left">') > 3  # bars begin below each other
 
 
 def drafted(accepted: int, **seconds: float) -> DraftStatistics:
