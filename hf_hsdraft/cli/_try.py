@@ -243,12 +243,12 @@ def report(trial: Trial, out: Console) -> None:
         "speed-up": f"{statistics.median(trial.gains):.2f} times plain{spread}",
         "same text": "yes" if same == len(trial.tried) else f"{same} of {len(trial.tried)}",
         "tau": f"{totals.tau:.2f}  ({totals.new_tokens} tokens in {totals.target_forwards} target forwards)",
-        "drafter": f"{trial.drafter}: {trial.why}",
     }
+    if statistics.median(trial.gains) > totals.tau:
+        rows[""] = f"the speed-up is greater than tau: {_why_more(trial)}"
+    rows["drafter"] = f"{trial.drafter}: {trial.why}"
     for title, value in rows.items():
         out.print(f"{title:12}{value}", markup=False, highlight=False, soft_wrap=True)
-    if statistics.median(trial.gains) > totals.tau:
-        out.print(f"{'':12}more than tau: {_why_more(trial)}", markup=False, highlight=False, soft_wrap=True)
     out.print(f"\n{totals.explain()}\n", markup=False, highlight=False)
     if verdict := trial.verdict:
         out.print(f"{verdict}\n", markup=False, highlight=False, soft_wrap=True)
