@@ -19,8 +19,7 @@ from transformers.utils import logging
 
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
-from ..drafters.base.adapters import adapted
-from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.draft_options import DraftOptions, adapted
 from ..drafters.base.protocol import Drafter
 from ..engine.draft_limits import draft_size
 from ..engine.drafting import history_for

@@ -19,8 +19,7 @@ from ..core.refusals import DraftingRefused
 from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
-from ..drafters.base.adapters import adapted
-from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.draft_options import DraftOptions, adapted
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..runtime.foreign_parts import why_untriable
 from ..runtime.module_hooks import experience_of

@@ -14,8 +14,7 @@ from ..core.checks import demand, is_integer, short
 from ..core.forks import new_lock
 from ..core.refusals import DraftingRefused
 from ..core.statistics import DraftStatistics
-from ..drafters.base.adapters import adapted
-from ..drafters.base.draft_options import DraftOptions, option_names
+from ..drafters.base.draft_options import DraftOptions, adapted, option_names
 from ..drafters.base.protocol import Call, Drafter
 from ..engine.decoding import check_drafter, told_of_class
 from ..engine.drafting import history_for

@@ -19,8 +19,8 @@ from training_helpers import chat_of, decodes_as_plain, end_briefly, interrupted
 from transformers import AutoModelForCausalLM, GraniteConfig, MambaConfig
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.drafters.base.adapters import adapted as adapted_by
-from hf_hsdraft.drafters.base.adapters import adapter_names
+from hf_hsdraft.methods.adapters import adapted as adapted_by
+from hf_hsdraft.methods.adapters import adapter_names
 from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -27,13 +28,12 @@ from ...core.checks import (
     short,
 )
 from ...core.draft_tree import TREE_BUILDERS
-from ...core.methods import Registry
+from ...core.methods import Registry, load
 from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.pacing import Costs
 from ...verify.registry import COMMON_OPTIONS, NO_HISTORY, OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
-from .adapters import check_adapter_name
 from .target_weights import TargetWeights
 
 logger = logging.get_logger(__name__)
@@ -163,7 +163,8 @@ def _limits(drafter: Any) -> dict[str, Limit]:
 def _check(option: Callable[[str], Any], drafter: Any) -> None:
     for name, limit in _limits(drafter).items():
         demand(limit.valid(option(name)), name, option(name), f"expected {limit.wanted}")
-    check_adapter_name(drafter, option("adapter_name"))
+    if option("adapter_name") not in (None, ""):
+        load("adapting", "peft").check_adapter_name(drafter, option("adapter_name"))
     if not choice(*VERIFIERS).valid(option("verification")):
         # Only here: whether a rule is lossy is known once its method is loaded.
         rules = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in VERIFIERS)
@@ -191,6 +192,14 @@ def default_options(
     common = {name: each.default for name, each in COMMON_OPTIONS.items()}
     sizes = {"num_assistant_tokens": num_assistant_tokens, "tree_size": tree_size, "beam_width": beam_width}
     return GenerationConfig(**{**common, **sizes, **{option.name: option.default for option in own}})
+
+
+def adapted(drafter: Any, name: str | None) -> Any:
+    """Returns a view of a drafter with its adapter `name`, see `methods/adapters.py`; itself if it holds none."""
+    parts = [part for part in (drafter, *vars(drafter).values()) if isinstance(part, nn.Module)]
+    if not any(hasattr(each, "_active_adapter") for part in parts for each in part.modules()):
+        return drafter
+    return load("adapting", "peft").adapted(drafter, name)
 
 
 def _given(config: GenerationConfig | None) -> dict[str, Any]:

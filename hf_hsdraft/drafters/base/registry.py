@@ -52,7 +52,7 @@ class TokenizerOfTarget:
 
 FAMILIES: Registry[Family] = Registry("model_type")
 _CORE = (
-    "block.formats", "eagle.formats", "eagle.older_formats", "hidden_state.modeling_hsdraft",
+    "block.formats", "eagle.formats", "hidden_state.modeling_hsdraft",
     "language_model.lm_drafter", "mtp.alone", "lookup.cacheback",
 )  # fmt: skip
 

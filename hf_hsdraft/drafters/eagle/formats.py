@@ -9,7 +9,7 @@
 | EAGLE-3 | DeepSpec, also of Gemma 4's layers | `target_layer_ids`, plus one |
 
 Tensors have the network's parameter names, except that the first layer may be called `midlayer`. Those of EAGLE-1 and
-EAGLE-2 are in `older_formats.py`.
+EAGLE-2 are in `methods/older_eagle.py`.
 """
 
 from __future__ import annotations

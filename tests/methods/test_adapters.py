@@ -15,11 +15,11 @@ from transformers import DynamicCache, GenerationConfig
 from hf_hsdraft import CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter, attach
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.base.adapters import adapted, adapter_names
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import WrappedDrafter
 from hf_hsdraft.drafters.base.saved_drafter import write_options
 from hf_hsdraft.engine.loop import Observer
+from hf_hsdraft.methods.adapters import adapted, adapter_names
 
 NAMES, RANK, ALPHA = ("code", "chat"), 4, 8
 

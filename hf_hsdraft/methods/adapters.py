@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from ...core.checks import demand
-from ...core.forks import new_lock
-from ...core.refusals import DraftingRefused
-from ...runtime.target_parts import shallow_copy, why_not_copied, with_modules
+from ..core.checks import demand
+from ..core.forks import new_lock
+from ..core.refusals import DraftingRefused
+from ..runtime.target_parts import shallow_copy, why_not_copied, with_modules
 
 _Choice = tuple[tuple[str, ...], bool]  # active adapters of a layer, and whether it uses them
 
@@ -29,9 +29,7 @@ def adapter_names(drafter: Any) -> list[str]:
 
 
 def check_adapter_name(drafter: Any, name: Any) -> None:
-    """Raises a ValueError unless a drafter holds an adapter of this name; "" and None are always valid."""
-    if name is None or name == "":
-        return
+    """Raises a ValueError unless a drafter holds an adapter of this name."""
     known, wanted = adapter_names(drafter), "None or '', as this drafter holds no adapters"
     if known:
         wanted = f"None for the active adapters, '' for none, or one of {', '.join(map(repr, known))}"

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ...core.checks import demand, is_integer, printable
-from ...hub.checkpoint import Checkpoint, speculators_type
-from ..base.drafted_ids import TOKEN_MAP
-from ..base.published_format import Files, PublishedFormat, speculators, told
-from ..base.published_layers import sizes
-from .drafter import EagleDrafter
-from .formats import COMMON, EXPECTED, IGNORED, TYPES, is_eagle4, layers, of_target, proposed
+from ..core.checks import demand, is_integer, printable
+from ..drafters.base.drafted_ids import TOKEN_MAP
+from ..drafters.base.published_format import Files, PublishedFormat, speculators, told
+from ..drafters.base.published_layers import sizes
+from ..drafters.eagle.drafter import EagleDrafter
+from ..drafters.eagle.formats import COMMON, EXPECTED, IGNORED, TYPES, is_eagle4, layers, of_target, proposed
+from ..hub.checkpoint import Checkpoint, speculators_type
 
 _LISTS, _USUAL_LIST = "freq_*.pt", 32768
 
