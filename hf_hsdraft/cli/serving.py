@@ -1,4 +1,4 @@
-"""`hsdraft serve`, `chat` and `ui`."""
+"""`hsdraft serve` and `chat`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shlex
 import sys
 from enum import StrEnum
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -18,7 +17,7 @@ from . import _shared as shared
 from ._shared import Dtype, bound_socket, checked_device, console, drafter_of, load_plain_or_pair, option, say
 
 app = typer.Typer()
-_TRYING = "trying what decoding costs on this machine"
+TRYING = "trying what decoding costs on this machine"
 
 
 class Engine(StrEnum):
@@ -102,7 +101,7 @@ def serve(
     logging.set_verbosity_error()  # transformers warns at each request
     address = f"http://{host}:{listener.getsockname()[1]}"
     say(f"{name} at {address}/v1, what drafting does at {address}/drafting")
-    _say_who_is_answered(host, hosts, bool(api_key))
+    say_who_is_answered(host, hosts, bool(api_key))
     server.run(sockets=[listener])
 
 
@@ -148,7 +147,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _say_who_is_answered(host: str, hosts: list[str], has_key: bool) -> None:
+def say_who_is_answered(host: str, hosts: list[str], has_key: bool) -> None:
     """Tells the user of a server for other machines what it still needs."""
     from ..serve.guards import LOCAL_HOSTS, allowed_hosts
 
@@ -182,47 +181,8 @@ def chat(
     model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     conversation = Conversation(model, tokenizer, loaded, system, max_new_tokens=max_new_tokens, **sampling)
-    with working(_TRYING):
+    with working(TRYING):
         warm_up(model, tokenizer, loaded)
     if seed is not None:
         torch.manual_seed(seed)
     TerminalChat(conversation, console).run(echo=not sys.stdin.isatty())
-
-
-@app.command(short_help="Chat in the browser, with drafted tokens coloured.")
-def ui(
-    target: shared.TargetOption = None,
-    drafter: shared.DrafterOption = None,
-    host: shared.HostOption = "127.0.0.1",
-    port: shared.PortOption = 7860,
-    allowed_host: shared.AllowedHostOption = None,
-    system: shared.SystemOption = None,
-    max_new_tokens: Annotated[
-        int, option("Maximum number of tokens per answer; the page can change it.", min=1, max=2048)
-    ] = 256,
-    verification: shared.VerificationOption = None,
-    dtype: shared.DtypeOption = Dtype.float32,
-    device: shared.DeviceOption = "cpu",
-) -> None:
-    """Serves a page for chats in the browser, with drafted tokens coloured and draft trees."""
-    if find_spec("gradio") is None:
-        raise ImportError("`hsdraft ui` needs gradio: pip install -e '.[ui]' in a checkout")
-    from ..remote.workers import without_workers
-    from ..runtime.target_loading import DEFAULT_TARGET
-    from ..serve.guards import allowed_hosts
-    from ..serve.page import ChatPage, serve_page
-    from ..serve.talk import ReplySettings, Talks
-
-    listener = bound_socket(host, port)
-    drafter = drafter_of(target, drafter)
-    with without_workers():  # a thread of the page decodes
-        model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, False, verification)
-    hosts = allowed_hosts(host, allowed_host or ())
-    talks = Talks(model, tokenizer, loaded, system)
-    with working(_TRYING):
-        talks.warm_up()
-    names = f"{target or DEFAULT_TARGET} with {Path(drafter).name}"
-    page = ChatPage(talks, f"{names}, {dtype.value} on {device}", ReplySettings(max_new_tokens=max_new_tokens))
-    say(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it")
-    _say_who_is_answered(host, hosts, True)
-    serve_page(page, talks, listener, hosts)

@@ -22,8 +22,7 @@ from hf_hsdraft import CachebackDrafter, harmless
 from hf_hsdraft.cli._shared import bound_socket
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.serve.conversation import Conversation
-from hf_hsdraft.serve.page import (
+from hf_hsdraft.methods.chat_page.page import (
     accepted_path,
     conversation_html,
     figures_html,
@@ -32,7 +31,8 @@ from hf_hsdraft.serve.page import (
     tree_html,
     trees_html,
 )
-from hf_hsdraft.serve.talk import LAST_ROUNDS, Reply, ReplySettings, Talk, Talks, Turn
+from hf_hsdraft.methods.chat_page.talk import LAST_ROUNDS, Reply, ReplySettings, Talk, Talks, Turn
+from hf_hsdraft.serve.conversation import Conversation
 
 NEW = 24
 GREEDY = ReplySettings(max_new_tokens=NEW)
@@ -264,7 +264,7 @@ def html_tokenizer():
 @contextmanager
 def served(talks):
     """The address of a page with these conversations."""
-    from hf_hsdraft.serve.page import ChatPage, page_server
+    from hf_hsdraft.methods.chat_page.page import ChatPage, page_server
 
     listener = bound_socket("127.0.0.1", 0)
     server = page_server(ChatPage(talks, "a tiny target", ReplySettings(max_new_tokens=40)), listener)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-from ..engine.loop import Observer, Round
-from .chat import warm_up
-from .conversation import Answer, Conversation, PieceStreamer, alike
+from ...engine.loop import Observer, Round
+from ...serve.chat import warm_up
+from ...serve.conversation import Answer, Conversation, PieceStreamer, alike
 
 LAST_ROUNDS = 8  # rounds whose trees are kept
 

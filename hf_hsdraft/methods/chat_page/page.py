@@ -20,8 +20,8 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..core.draft_tree import DraftTree
-from .guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits
+from ...core.draft_tree import DraftTree
+from ...serve.guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits
 from .talk import Reply, ReplySettings, Talk, Talks, Turn
 
 _LONGEST = 16  # characters of a label

@@ -1,0 +1,1 @@
+"""A chat page in the browser."""
