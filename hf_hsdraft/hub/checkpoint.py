@@ -23,6 +23,7 @@ from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import SafetensorsFileMetadata
 
 from ..core.checks import few, printable, public_name
+from ..core.methods import load, offered
 from .drafter_files import (
     CARD,
     CONFIG,
@@ -45,8 +46,17 @@ from .drafter_files import (
     read_json,
     weight_files,
 )
-from .quantised import DTYPE_NAMES, Packed, is_of_inputs, packed_weights, unread
 
+# Further dtypes, as headers name them: of quantised weights, and of what is no weight
+_OTHER_DTYPES = {
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8",
+    torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
+}  # fmt: skip
+# Scales of inputs, and of keys and values, which change nothing where inputs are not quantised; and sizes.
+_OF_INPUTS = (
+    ".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale", ".k_scale",
+    ".v_scale", ".q_scale", ".weight_shape", ".bias_scale",
+)  # fmt: skip
 _SINGLE = (WEIGHTS, "medusa_lm_head.safetensors")  # names of one file of weights; the first that is there
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")  # the first that is there
 LOOSE_MASK = "mask_embedding.pt"  # mask embedding of some block drafters
@@ -135,7 +145,8 @@ class Checkpoint:
         files = [] if self._headers else self._files
         if files and files[0].name in _PICKLED:
             pickled = self._unpickled(files[0]).items()
-            return {name: (tuple(each.shape), DTYPE_NAMES.get(each.dtype, str(each.dtype))) for name, each in pickled}
+            names = {**DTYPES, **_OTHER_DTYPES}
+            return {name: (tuple(each.shape), names.get(each.dtype, str(each.dtype))) for name, each in pickled}
         for path in files:
             found |= header(path)
         for name, (shape, _) in found.items():
@@ -144,15 +155,23 @@ class Checkpoint:
         return found
 
     @cached_property
-    def _packed(self) -> Mapping[str, Packed]:
+    def _quantised(self) -> Any:
+        """What reads quantised weights, `methods/quantised.py`; None where all tensors are plain numbers."""
+        plain = all(dtype in DTYPES.values() for name, (_, dtype) in self._found.items() if name not in _MAPS)
+        return None if plain or not offered("reading") else load("reading", "quantised")
+
+    @cached_property
+    def _packed(self) -> Mapping[str, Any]:
         """Quantised weights, by the stored name that they would have otherwise."""
-        return packed_weights(self._found, self.config)
+        return {} if self._quantised is None else self._quantised.packed_weights(self._found, self.config)
 
     @cached_property
     def _weights(self) -> Mapping[str, tuple[Shape, str]]:
         """As `_found`, with quantised weights as they are dequantised, in place of their parts."""
         parts = {name for each in self._packed.values() for name in each.stored.values()}
-        plain = {name: each for name, each in self._found.items() if name not in parts and not is_of_inputs(name)}
+        plain = {
+            name: each for name, each in self._found.items() if name not in parts and not name.endswith(_OF_INPUTS)
+        }
         return plain | {name: (each.shape, DTYPES[self.dtype]) for name, each in self._packed.items()}
 
     @property
@@ -184,7 +203,8 @@ class Checkpoint:
     @property
     def quantisation_unread(self) -> str:
         """Says how weights are quantised that cannot be read; empty if all can."""
-        return unread({name: dtype for name, (_, dtype) in self._weights.items() if name not in _MAPS}, self.config)
+        dtypes = {name: dtype for name, (_, dtype) in self._weights.items() if name not in _MAPS}
+        return "" if self._quantised is None else self._quantised.unread(dtypes, self.config)
 
     @property
     def is_described(self) -> bool:

@@ -159,7 +159,7 @@ def test_layers_with_scales_are_read_as_the_numbers_that_they_stand_for(tmp_path
         expected[name] = tensors[name].float() * scale
     save_file(tensors, file, metadata={"format": "pt"})
     target = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    if importlib.util.find_spec("hf_hsdraft.hub.quantised") is None:
+    if importlib.util.find_spec("hf_hsdraft.methods.quantised") is None:
         with pytest.raises(DraftingRefused, match=r"unknown: .*weight_scale_inv"):
             MtpDrafter.for_target(target)
         return

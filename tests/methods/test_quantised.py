@@ -65,7 +65,7 @@ def test_a_quantisation_that_is_copied_from_a_target_changes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("method", "parts", "told"),
     [
-        ("bitsandbytes of 8 bits", {".SCB": torch.ones(2)}, "bitsandbytes"),
+        ("bitsandbytes of 8 bits", {"": torch.ones(8, 4).char(), ".SCB": torch.ones(2)}, "bitsandbytes"),
         ("bitsandbytes", {"": torch.ones(8, 1).byte(), "_absmax": torch.ones(2)}, "bitsandbytes"),
         ("hqq", {"": torch.ones(8, 4).byte()}, "quantised by hqq"),
         (None, {"": torch.ones(8, 4).char()}, "quantised by an unknown method"),

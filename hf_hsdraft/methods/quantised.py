@@ -23,21 +23,11 @@ from typing import Any
 import torch
 
 from ..core.checks import few, printable
-from .drafter_files import DTYPES, DamagedFile, Shape
+from ..hub.drafter_files import DTYPES, DamagedFile, Shape
 
-# Names in headers of all dtypes that are read.
-DTYPE_NAMES = {
-    **DTYPES, torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8",
-    torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
-}  # fmt: skip
 _INTEGERS = ("I32", "I64", "BOOL")  # of maps of a vocabulary and others that are not weights
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 _BLOCK = 128  # rows and columns that share a scale, where the configuration does not tell
-# Scales of inputs, and of keys and values, which change nothing where inputs are not quantised; and sizes.
-_OF_INPUTS = (
-    ".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale", ".k_scale",
-    ".v_scale", ".q_scale", ".weight_shape", ".bias_scale",
-)  # fmt: skip
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a packed number of each of eight columns
 
@@ -234,11 +224,6 @@ def _scheme_of(name: str, shape: Shape, dtype: str, found: Mapping[str, Any]) ->
         if fits and all(stem + part in found for part in scheme.needed):
             return scheme
     return None
-
-
-def is_of_inputs(name: str) -> bool:
-    """Whether a tensor beside quantised weights changes nothing here."""
-    return name.endswith(_OF_INPUTS)
 
 
 _OF_BITS_AND_BYTES = ".SCB", ".absmax"
