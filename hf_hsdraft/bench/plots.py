@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
+from ..training.evaluate.pictures import COLOURS, GREY, bars, new_figure, save_figure, style
 from .report import ROUND_PARTS, BenchResult, summarise
 from .run import BATCH, CONTEXT, NEW, SweepPoint
 
@@ -47,24 +47,11 @@ def _speed_up(result: BenchResult) -> Figure | None:
         rows[name] = {**(named if len(named) > 1 else {}), **overall}
     figure = new_figure(8.0, 1.6 + 0.22 * sum(map(len, rows.values())))
     axes = figure.subplots()
-    _bars(axes, rows, "%.2f")
+    bars(axes, rows)
     axes.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
     style(axes, "Speed-up by category", "tokens/s over plain generate()", "")
     axes.grid(visible=False)
     return with_legend(figure)
-
-
-def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], digits: str) -> None:
-    """Draws horizontal bars, grouped by place and coloured by system, the first on top."""
-    places = list(dict.fromkeys(place for row in rows.values() for place in row))
-    height = 0.8 / len(rows)
-    for index, (name, row) in enumerate(rows.items()):
-        at = [places.index(place) + (index - (len(rows) - 1) / 2) * height for place in row]
-        bars = axes.barh(at, list(row.values()), height * 0.94, color=COLOURS[index % len(COLOURS)], label=name)
-        axes.bar_label(bars, fmt=digits, fontsize="x-small", padding=2)
-    axes.set(yticks=range(len(places)), yticklabels=places)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
 
 
 def _round(result: BenchResult) -> Figure | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checks import short
+from ..hub.drafter_files import DamagedFile, read_json
 
 
 def write_complete(path: Path, write: Callable[[Path], object]) -> None:
@@ -62,15 +63,9 @@ def read_kept(path: Path, remedy: str) -> dict[str, Any]:
     Raises a ValueError: the file is damaged. The message names it and the remedy.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(document, dict):
-            return document
-        why = f"it holds {type(document).__name__}, not an object"
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        why = f"{type(error).__name__}: {error}"
-    raise ValueError(f"{path} is damaged ({why}): {remedy}")
+        return read_json(path) if path.is_file() else {}
+    except DamagedFile as error:
+        raise ValueError(f"{error}: {remedy}") from None
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ...core.cache_folder import cache_folder
 from ...core.checks import demand, printable
+from ...hub.drafter_files import read_document
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import LastState, final_norm, why_not_copied
 
@@ -223,9 +224,8 @@ def kept(folder: Path) -> dict[str, str]:
 
 
 def _stored() -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads((cache_folder(_CACHE)).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+    with contextlib.suppress(OSError):  # a user without a home
+        return read_document(cache_folder(_CACHE))
     return {}
 
 

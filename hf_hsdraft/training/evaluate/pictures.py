@@ -72,7 +72,7 @@ def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -
     for axes, benchmark in zip(grid, panels, strict=True):
         _categories(axes, benchmark)
     handles = {
-        label: bars for axes in grid[:, 0] for bars, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        label: drawn for axes in grid[:, 0] for drawn, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", frameon=False, fontsize="small", ncols=2
@@ -81,26 +81,28 @@ def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -
 
 
 def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
-    settings, ours = benchmark["settings"], benchmark["ours"]
-    others = [name for name in benchmark["summary"] if name not in ours]
-    shown = [(ours[0], _BLUE), *((name, _ORANGE) for name in others[:1])]
-    categories = sorted(
-        benchmark["by_category"][ours[0]], key=lambda name: benchmark["by_category"][ours[0]][name]["speed_up"]
-    )
-    height = 0.8 / len(shown)
+    """Draws speed-up and tau of the fastest variant and of one other system, the best category on top."""
+    groups, ours = benchmark["by_category"], benchmark["ours"]
+    shown = [ours[0], *[name for name in benchmark["summary"] if name not in ours][:1]]
+    order = sorted(groups[ours[0]], key=lambda category: -groups[ours[0]][category]["speed_up"])
     for panel, metric, title in zip(axes, ("speed_up", "tau"), ("speed-up (plain: 1)", "tau (plain: 1)"), strict=True):
-        for index, (name, color) in enumerate(shown):
-            values = [benchmark["by_category"][name][category][metric] for category in categories]
-            places = [place + (index - (len(shown) - 1) / 2) * -height for place in range(len(categories))]
-            bars = panel.barh(places, values, height * 0.94, color=color, label=name)
-            panel.bar_label(bars, fmt="%.2f", fontsize="x-small", padding=2)
+        bars(panel, {name: {each or "none": groups[name][each][metric] for each in order} for name in shown})
         panel.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
-        panel.set(yticks=range(len(categories)), yticklabels=[category or "none" for category in categories])
-        panel.set_title(title, fontsize="medium")
-        panel.tick_params(labelsize="small")
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(x=0.12)
-    axes[0].set_ylabel(", ".join(circumstances(settings)), fontsize="small")
+        style(panel, title, "", "")
+        panel.grid(visible=False)
+    axes[0].set_ylabel(", ".join(circumstances(benchmark["settings"])), fontsize="small")
+
+
+def bars(axes: Any, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """Draws horizontal bars, grouped by place and coloured by system, the first on top."""
+    places = list(dict.fromkeys(place for row in rows.values() for place in row))
+    height = 0.8 / len(rows)
+    for index, (name, row) in enumerate(rows.items()):
+        at = [places.index(place) + (index - (len(rows) - 1) / 2) * height for place in row]
+        drawn = axes.barh(at, list(row.values()), height * 0.94, color=COLOURS[index % len(COLOURS)], label=name)
+        axes.bar_label(drawn, fmt="%.2f", fontsize="x-small", padding=2)
+    axes.set(yticks=range(len(places)), yticklabels=places, ylim=(len(places) - 0.5, -0.5))
+    axes.margins(x=0.12)
 
 
 def new_figure(width: float, height: float) -> Figure:
