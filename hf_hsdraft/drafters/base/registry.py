@@ -53,7 +53,7 @@ class TokenizerOfTarget:
 FAMILIES: Registry[Family] = Registry("model_type")
 _CORE = (
     "block.formats", "eagle.formats", "hidden_state.modeling_hsdraft",
-    "language_model.lm_drafter", "mtp.alone", "lookup.cacheback",
+    "language_model.lm_drafter", "mtp.drafter", "lookup.cacheback",
 )  # fmt: skip
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
+from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.modeling_layers import MtpModel
 
-from ...core.checks import setting
+from ...core.checks import few, setting
 from ...core.draft_tree import Expansion
 from ...core.refusals import DraftingRefused
 from ...core.tensors import on_device
@@ -28,10 +28,10 @@ from ..base.plain_config import FLAG, TargetSizes, described
 from ..base.protocol import Ask, Call, Drafter, Read, weights_of
 from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
 from ..base.readings import settle, settled_by
-from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model
+from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model, register_refusal, with_fields
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, LevelExpansion
-from .kinds import described_target, layers_in, renamed
+from .kinds import UNABLE, described_target, layers_in, renamed
 from .layers import MtpLayers, layer_numbers
 
 
@@ -358,4 +358,25 @@ def _tensor_names(checkpoint: Checkpoint) -> Collection[str]:
     return checkpoint.shapes if checkpoint.is_described else ()
 
 
+def _why_refused(checkpoint: Checkpoint) -> str:
+    """Why files are no drafter that hold a target together with its layers; empty for others."""
+    if not any("mtp" in name or "eh_proj" in name for name in checkpoint.shapes):
+        return ""
+    fields = {name: value for name, value in checkpoint.config.items() if name != "num_labels"}  # of any size
+    try:
+        config = CONFIG_MAPPING[str(fields["model_type"])].from_dict(fields)
+        names = list(renamed(checkpoint.shapes, config)) if layers_in(config) else []
+    except Exception:  # a type or fields that transformers does not read
+        return ""
+    if not names or config.model_type in UNABLE:
+        return ""
+    return (
+        f"holds a target's own prediction heads ({few(names, 2)}), which draft for that target alone: load it as the "
+        'target, and pass assistant_model="mtp" to generate, or `--drafter mtp` to commands'
+    )
+
+
+register_refusal(
+    "target with layers for multi-token prediction", 71, _why_refused, with_fields("hidden_size", "vocab_size")
+)
 register_finder("mtp", _found)

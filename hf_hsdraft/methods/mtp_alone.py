@@ -14,20 +14,16 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from transformers import CONFIG_MAPPING, GenerationConfig
+from transformers import GenerationConfig
 
-from ...core.checks import few, is_integer, printable
-from ...core.fields import Fields
-from ...core.refusals import DraftingRefused
-from ...hub.checkpoint import Checkpoint, speculators_type, target_of
-from ...hub.drafter_files import CONFIG, DamagedFile
-from ...runtime.target_limits import text_config
-from ...runtime.target_parts import decoding_model
-from ..base.draft_options import default_options
-from ..base.protocol import Call, Drafter, Read
-from ..base.published_format import check_proposals
-from ..base.readings import kept, settled_by, told
-from ..base.registry import (
+from ..core.checks import is_integer, printable
+from ..core.fields import Fields
+from ..core.refusals import DraftingRefused
+from ..drafters.base.draft_options import default_options
+from ..drafters.base.protocol import Call, Drafter, Read
+from ..drafters.base.published_format import check_proposals
+from ..drafters.base.readings import kept, settled_by, told
+from ..drafters.base.registry import (
     IN_TURN,
     TREES,
     Fit,
@@ -37,13 +33,16 @@ from ..base.registry import (
     fit_of,
     misfit,
     register_format,
-    register_refusal,
     with_fields,
 )
-from ..base.saved_drafter import Placement, take_options
-from .drafter import LEAST_STEPS, MtpConfig, MtpDrafter, MtpSession
-from .kinds import KINDS, OF_SPECULATORS, OTHERS, UNABLE, Kind, layers_in, renamed
-from .layers import MtpLayers
+from ..drafters.base.saved_drafter import Placement, take_options
+from ..drafters.mtp.drafter import LEAST_STEPS, MtpConfig, MtpDrafter, MtpSession
+from ..drafters.mtp.kinds import KINDS, OF_SPECULATORS, OTHERS, Kind
+from ..drafters.mtp.layers import MtpLayers
+from ..hub.checkpoint import Checkpoint, speculators_type, target_of
+from ..hub.drafter_files import CONFIG, DamagedFile
+from ..runtime.target_limits import text_config
+from ..runtime.target_parts import decoding_model
 
 _MARK = "model.layers.0.eh_proj.weight"
 _MARK_OF_SPECULATORS = "mtp_layers.0.input_proj.weight"
@@ -163,27 +162,6 @@ def _described(checkpoint: Checkpoint) -> dict[str, str]:
     return {"drafts": f"{TREES}, {IN_TURN}", **fields_told(checkpoint), **readings}
 
 
-def _why_refused(checkpoint: Checkpoint) -> str:
-    """Why files are no drafter that hold a target together with its layers; empty for others."""
-    if not any("mtp" in name or "eh_proj" in name for name in checkpoint.shapes):
-        return ""
-    fields = {name: value for name, value in checkpoint.config.items() if name != "num_labels"}  # of any size
-    try:
-        config = CONFIG_MAPPING[str(fields["model_type"])].from_dict(fields)
-        names = list(renamed(checkpoint.shapes, config)) if layers_in(config) else []
-    except Exception:  # a type or fields that transformers does not read
-        return ""
-    if not names or config.model_type in UNABLE:
-        return ""
-    return (
-        f"holds a target's own prediction heads ({few(names, 2)}), which draft for that target alone: load it as the "
-        'target, and pass assistant_model="mtp" to generate, or `--drafter mtp` to commands'
-    )
-
-
-register_refusal(
-    "target with layers for multi-token prediction", 71, _why_refused, with_fields("hidden_size", "vocab_size")
-)
 register_format(
     Format(
         name="layers for multi-token prediction alone (NextN)",
