@@ -1,4 +1,4 @@
-"""Adapters of a drafter (LoRA and others of PEFT), chosen by name for one call.
+"""Adapters of a drafter (LoRA and others of PEFT): chosen by name for one call, and trained.
 
 PEFT keeps the choice of an adapter on the layers, where another thread may change it during a call. So a call drafts by
 a *view* of the drafter: copies of the modules that hold adapters and of the modules above them, with the choice of this
@@ -73,6 +73,27 @@ def adapted(drafter: Any, name: str | None = None) -> Any:
         view = views[key]
         view.generation_config = drafter.generation_config
         return view
+
+
+def with_lora(drafter: Any, rank: int, name: str | None = None) -> Any:
+    """Returns a PEFT model that trains low-rank updates of all linear layers of a drafter, and nothing else.
+
+    The updates are scaled by 2 (`lora_alpha = 2 * rank`). The model's `save_pretrained` writes an adapter of this
+    `name` ("default"), which `drafter.load_adapter(folder)` puts on the base drafter.
+
+    Raises:
+        ImportError: peft is missing.
+        ValueError: the rank is below 1.
+    """
+    if rank < 1:
+        raise ValueError(f"lora rank {rank} is invalid: expected 1 or more")
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("LoRA needs peft: pip install -e '.[train]' in a checkout") from error
+    names = sorted({name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)})
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, bias="none")
+    return get_peft_model(drafter, config, adapter_name=name or "default")
 
 
 def _root(drafter: Any) -> nn.Module:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, MambaConfig
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.methods.adapters import adapted as adapted_by
-from hf_hsdraft.methods.adapters import adapter_names
+from hf_hsdraft.methods.adapters import adapter_names, with_lora
 from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
@@ -29,7 +29,6 @@ from hf_hsdraft.training.loop import start
 from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.run_folder import steps_done
-from hf_hsdraft.training.loop.start import with_lora
 from hf_hsdraft.training.loop.trainer import DrafterTrainer, TrainingDiverged
 from hf_hsdraft.training.loss import loss as loss_module
 

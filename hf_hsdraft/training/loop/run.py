@@ -44,7 +44,6 @@ from .start import (
     drafter_to_start_from,
     fingerprint,
     prepared,
-    with_lora,
 )
 from .trainer import DrafterTrainer
 
@@ -285,7 +284,9 @@ class _Run:
         if not start:
             read = read_features(target, taps, sample)
             family.start_from_target(drafter, target, torch.cat([features.final for features in read]).float())
-        model: torch.nn.Module = drafter if plan.lora is None else with_lora(drafter, plan.lora, plan.adapter_name)
+        model: torch.nn.Module = drafter
+        if plan.lora is not None:
+            model = load("adapting", "peft").with_lora(drafter, plan.lora, plan.adapter_name)
         size, trained = drafter.parameters(), (part for part in model.parameters() if part.requires_grad)
         whole, learned = (sum(part.numel() for part in parts) / 1e6 for parts in (size, trained))
         self.report(f"drafter of {whole:.1f}M parameters, {learned:.1f}M trained")

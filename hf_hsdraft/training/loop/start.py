@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
 
 from ...hub.drafter_files import CONFIG, find_folder, loading
 from ...runtime.target_limits import text_config
@@ -217,24 +216,3 @@ def draft_vocabulary(
     if PartialState().is_main_process:
         keep_vocabulary(out, chosen.ids)
     return chosen.ids
-
-
-def with_lora(drafter: Any, rank: int, name: str | None = None) -> Any:
-    """Returns a PEFT model that trains low-rank updates of all linear layers of a drafter, and nothing else.
-
-    The updates are scaled by 2 (`lora_alpha = 2 * rank`). The model's `save_pretrained` writes an adapter of this
-    `name` ("default"), which `drafter.load_adapter(folder)` puts on the base drafter.
-
-    Raises:
-        ImportError: peft is missing.
-        ValueError: the rank is below 1.
-    """
-    if rank < 1:
-        raise ValueError(f"lora rank {rank} is invalid: expected 1 or more")
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install -e '.[train]' in a checkout") from error
-    names = sorted({name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)})
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, bias="none")
-    return get_peft_model(drafter, config, adapter_name=name or "default")
