@@ -87,10 +87,10 @@ SIZES = {
 CARDS = {"block": "`dspark`", "eagle3": "`eagle3`", "specformer": "`specformer`"}  # what cards call these families
 # A field that a drafter to start from has otherwise, with the error.
 FIXED = {
-    "hidden-state": ("num_draft_steps", "has num_draft_steps=3, not 30; leave num_draft_steps out"),
+    "hidden-state": ("num_draft_steps", "num_draft_steps=30 is invalid: the drafter to start from has 3"),
     "block": ("draft_vocab_size", "draft_vocab_size=30 is invalid: the drafter to start from has 40"),
     "eagle3": ("draft_vocab_size", "draft_vocab_size=30 is invalid: the drafter to start from has 40"),
-    "specformer": ("num_draft_steps", "has num_draft_steps=3, not 30; leave num_draft_steps out"),
+    "specformer": ("num_draft_steps", "num_draft_steps=30 is invalid: the drafter to start from has 3"),
 }
 SIZES_OF_A_FILE = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 8}
 OPTIONS = {"bf16": True, "data_policy": "mixed", "activation_checkpointing": True}

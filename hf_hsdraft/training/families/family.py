@@ -18,6 +18,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 
 Choose = Callable[[], list[int]]
 OPTIONS = ("tree_size", "beam_width")  # drafting options, on which no weights depend
+KEPT = "the drafter to start from has {!r}; leave it out, or train from scratch"  # of fields that weights depend on
 _HEAD, _UP = 0.3, 0.2  # scales of the head and of the token bias of a fresh drafter
 # By a family's name, makes a drafter of the sizes in a plan's fields, which drafts as the given one does.
 GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")

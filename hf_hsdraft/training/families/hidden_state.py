@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...core.cache_name import CACHE, returned_cache
+from ...core.checks import demand
 from ...core.tensors import biased
 from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.registry import tokenizer_hash
@@ -19,7 +20,7 @@ from ...drafters.hidden_state.target_match import can_measure, measure_match
 from ...hub.model_card import trunk_in_words
 from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import furthest_position
-from .family import Choose, TrainableFamily, name_of, some_columns, trained
+from .family import KEPT, Choose, TrainableFamily, name_of, some_columns, trained
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
 _TOKENS, _FEWEST = 96, 24  # that the target writes; fewer than these say too little
@@ -51,11 +52,7 @@ class TravellingFamily(TrainableFamily):
         config.check()
         for name, value in fields.items():
             found = getattr(config, name)
-            if found != value and name != "draft_vocab_size":
-                raise ValueError(
-                    f"{drafter.name_or_path} has {name}={found!r}, not {value!r}; leave {name} out, or train from "
-                    "scratch"
-                )
+            demand(found == value or name == "draft_vocab_size", name, value, KEPT.format(found))
 
     def record_target(
         self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None, seconds: float | None = None

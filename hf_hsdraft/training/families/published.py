@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ...core.checks import public_name
+from ...core.checks import demand, public_name
 from ...drafters.base.decoder_layer import LayerSizes
 from ...drafters.base.draft_options import leave_folder
 from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter
 from ...drafters.eagle.configuration import EagleConfig
 from ...drafters.eagle.drafter import EagleDrafter, check_can_be_written
-from .family import OPTIONS, Choose, TrainableFamily, name_of, trained
+from .family import KEPT, OPTIONS, Choose, TrainableFamily, name_of, trained
 
 logger = logging.get_logger(__name__)
 
@@ -60,15 +60,9 @@ class PublishedFamily(TrainableFamily):
         drafter.generation_config.num_assistant_tokens = drafter.num_draft_steps
         self.set_options(drafter, fields)
         for name, value in fields.items():
-            if name in (*OPTIONS, *self.free):
-                continue
-            found = _found(drafter.config, name)
-            wanted = tuple(value) if isinstance(value, list) else value
-            if found != wanted:
-                raise ValueError(
-                    f"{name}={wanted!r} is invalid: the drafter to start from has {found!r}; leave it out, or train "
-                    "from scratch"
-                )
+            if name not in (*OPTIONS, *self.free):
+                found, wanted = _found(drafter.config, name), tuple(value) if isinstance(value, list) else value
+                demand(found == wanted, name, wanted, KEPT.format(found))
 
     def record_target(
         self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None, seconds: float | None = None
