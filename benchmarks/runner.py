@@ -132,7 +132,6 @@ def decoded(
     inputs: Mapping[str, Any],
     tokens: int,
     drafter: Any = None,
-    clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> Decoded:
     """Decodes a prompt or a batch once, greedily unless `options` of `generate()` say otherwise."""
@@ -140,10 +139,10 @@ def decoded(
 
     call = {"do_sample": False, "max_new_tokens": tokens, "return_dict_in_generate": True, **options}
     synchronise(target.device)
-    begin = clock()
+    begin = time.perf_counter()
     output = target.generate(**inputs, **call, assistant_model=drafter)
     synchronise(target.device)
-    seconds = clock() - begin
+    seconds = time.perf_counter() - begin
     texts = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return Decoded(seconds, texts, getattr(output, "statistics", None))
 
