@@ -137,8 +137,8 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 2070, "engine": 2165, "runtime": 3595, "verify": 615, "generate": 565, "training": 6365, "bench": 1470,
-    "cli": 2210, "drafters": 13015, "serve": 1945, "hub": 1850,
+    "core": 2070, "engine": 2165, "runtime": 3595, "verify": 615, "generate": 565, "training": 6335, "bench": 1455,
+    "cli": 2210, "drafters": 12825, "serve": 1945, "hub": 1610,
 }  # fmt: skip
 
 
@@ -152,8 +152,8 @@ def test_the_core_stays_small() -> None:
     """What is neither a method, nor the server and its devices, nor vLLM's plugin."""
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
-    assert len(files) <= 218
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 41_630
+    assert len(files) <= 216
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 41_156
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:
