@@ -227,7 +227,7 @@ def test_a_round_is_drawn_with_its_path_on_top():
 
 
 def test_the_command_tells_what_is_missing(monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.cli.serving.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_hsdraft.methods.chat_page.command.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["ui"])
     assert isinstance(result.exception, ImportError) and ".[ui]" in str(result.exception)
     monkeypatch.undo()
