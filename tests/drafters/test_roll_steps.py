@@ -271,5 +271,5 @@ def test_one_set_of_parameters_is_trained_then_copied(chatty, tokenizer, tmp_pat
     other = plan(
         tmp_path, init_from=str(tmp_path / "one"), drafter=sizes | {"num_roll_layers": 2}, out=str(tmp_path / "n")
     )
-    with pytest.raises(ValueError, match="has num_roll_layers=1, not 2"):
+    with pytest.raises(ValueError, match="num_roll_layers=2 is invalid: the drafter to start from has 1"):
         run(chatty, tokenizer, other)
