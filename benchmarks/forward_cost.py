@@ -12,7 +12,7 @@ Each way but the last adds to the one before:
 - compiled: with compiled layers too, which the first run compiles (about a minute).
 - products: the products of the way before alone, each called once with inputs of its size.
 
-All ways read the same random tokens behind `--past` tokens, in changing order; the tables have medians. Needs an idle
+All ways read as many random tokens behind `--past` tokens, in changing order; the tables have medians. Needs an idle
 machine.
 """
 

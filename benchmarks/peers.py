@@ -191,7 +191,8 @@ def economize_generate(
             cycle_length=cycle_length, min_confidence=min_confidence, verifier="rejection" if sampler else None
         )
         prompts = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
-        with target.base_model.layers[0].register_forward_pre_hook(lambda *_: forwards.append(None)):
+        layers = getattr(target.base_model, "layers", [target])
+        with layers[0].register_forward_pre_hook(lambda *_: forwards.append(None)):
             results = model.decode_batch(prompts, max_new_tokens, decoding=options, selector=sampler, stop=ends_text)
         accepted = [count for each in results for _, count in each.acceptance]
         if rows == 1:  # rounds without a draft, which accepted nothing, are not told

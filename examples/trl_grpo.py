@@ -8,11 +8,11 @@ python examples/trl_grpo.py --draw with.json without.json --picture tau.png
 python examples/trl_grpo.py --compare                       # roll-outs plain, drafted, and drafted from past texts too
 python examples/trl_grpo.py --plain                         # no drafter
 
-Training is in float32, exact to the bit; `--bfloat16` is TRL's default, mixed precision. Where a processor has no
-bfloat16 instructions it is slower, and drafts hardly pay: on two quiet cores of an AMD EPYC with AVX2 a step takes 80 s
-instead of 17, and tau is 1.02 in its second step instead of 1.56. By default drafts are sized by the machine's costs:
-with 4 answers at once they pay, with 8 hardly any does on two cores, and tau is near 1. `--tree-size 8` fixes their
-size, so that tau shows how well the drafter fits.
+Training is in float32, exact to the bit; `--bfloat16` is TRL's default, mixed precision. On a processor without
+bfloat16 instructions mixed precision is slower, and drafts hardly pay: on two quiet cores of an AMD EPYC with AVX2 a
+step takes 80 s instead of 17, and tau is 1.02 in the second step instead of 1.56. By default drafts are sized by the
+machine's costs: with 4 answers at once they pay, with 8 hardly any does on two cores, and tau is near 1. `--tree-size
+8` fixes their size, so that tau shows how well the drafter fits.
 
 Output, with figures that depend on the machine, here of the same cores with `--steps 3`:
 

@@ -337,7 +337,7 @@ def define(console: Console, definitions: Mapping[str, str]) -> None:
 
 def _across(title: str, columns: Mapping[str, Sequence[str]], rows: Iterable[str]) -> Table:
     """A table with a column for each system, which fits terminals of 80 columns; long names wrap."""
-    table = Table(title, *(Column(escape(name), overflow="fold") for name in columns))
+    table = Table(Column(title, overflow="fold"), *(Column(escape(name), overflow="fold") for name in columns))
     for row in zip(rows, *columns.values(), strict=True):
         table.add_row(*map(escape, row))
     return table

@@ -204,7 +204,12 @@ class Checkpoint:
     def quantisation_unread(self) -> str:
         """Says how weights are quantised that cannot be read; empty if all can."""
         dtypes = {name: dtype for name, (_, dtype) in self._weights.items() if name not in _MAPS}
-        return "" if self._quantised is None else self._quantised.unread(dtypes, self.config)
+        if self._quantised is not None:
+            return self._quantised.unread(dtypes, self.config)
+        others = sorted(set(dtypes.values()) - set(DTYPES.values()))
+        return (
+            f"quantised ({few(others)}): expected hf_hsdraft/methods/quantised.py, which reads such" if others else ""
+        )
 
     @property
     def is_described(self) -> bool:

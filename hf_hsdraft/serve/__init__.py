@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server, a chat page and a terminal chat, all with a drafter."""
+"""An OpenAI-compatible server and a terminal chat, both with a drafter."""

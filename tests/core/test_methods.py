@@ -113,6 +113,25 @@ assert target.generate(ids, **options, assistant_model=drafter).tolist() == targ
 drafter.generation_config.verification = "fly"
 with pytest.raises(ValueError, match="verification='fly' is invalid: expected one of walk$"):
     target.generate(ids, **options, assistant_model=drafter)
+
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.training.data.plan import TrainingPlan
+from hf_hsdraft.training.loop.start import drafter_to_start_from
+
+drafter = inject_adapter_in_model(LoraConfig(r=2, target_modules="all-linear"), make_drafter(target), "code").eval()
+assert target.generate(ids, **options, assistant_model=drafter).tolist() == target.generate(ids, **options).tolist()
+drafter.generation_config.adapter_name = "code"
+with pytest.raises(ValueError, match="adapter_name='code' is invalid: expected none, as .*adapters.py is not here"):
+    target.generate(ids, **options, assistant_model=drafter)
+plan = TrainingPlan(out="out", init_from="none", lora=2)
+with pytest.raises(ImportError, match="adapting peft"):
+    drafter_to_start_from(trainable("hidden-state", {}), target, None, plan)
+weights = load_file(path.parent / "model.safetensors")
+save_file({name: each.to(torch.float8_e4m3fn) for name, each in weights.items()}, path.parent / "model.safetensors")
+told = Checkpoint.open(path.parent).quantisation_unread
+assert told == "quantised (F8_E4M3): expected hf_hsdraft/methods/quantised.py, which reads such"
 """
 
 

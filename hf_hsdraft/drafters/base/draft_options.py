@@ -28,7 +28,7 @@ from ...core.checks import (
     short,
 )
 from ...core.draft_tree import TREE_BUILDERS
-from ...core.methods import Registry, load
+from ...core.methods import Registry, load, offered
 from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.pacing import Costs
@@ -164,6 +164,8 @@ def _check(option: Callable[[str], Any], drafter: Any) -> None:
     for name, limit in _limits(drafter).items():
         demand(limit.valid(option(name)), name, option(name), f"expected {limit.wanted}")
     if option("adapter_name") not in (None, ""):
+        wanted = "expected none, as hf_hsdraft/methods/adapters.py is not here"
+        demand(bool(offered("adapting")), "adapter_name", option("adapter_name"), wanted)
         load("adapting", "peft").check_adapter_name(drafter, option("adapter_name"))
     if not choice(*VERIFIERS).valid(option("verification")):
         # Only here: whether a rule is lossy is known once its method is loaded.
@@ -195,7 +197,12 @@ def default_options(
 
 
 def adapted(drafter: Any, name: str | None) -> Any:
-    """Returns a view of a drafter with its adapter `name`, see `methods/adapters.py`; itself if it holds none."""
+    """Returns a view of a drafter with its adapter `name`, see `methods/adapters.py`; itself if it holds none.
+
+    Without that method, a drafter with adapters drafts by those that are active.
+    """
+    if name is None and not offered("adapting"):
+        return drafter
     parts = [part for part in (drafter, *vars(drafter).values()) if isinstance(part, nn.Module)]
     if not any(hasattr(each, "_active_adapter") for part in parts for each in part.modules()):
         return drafter

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from ...core.methods import load
 from ...hub.drafter_files import CONFIG, find_folder, loading
 from ...runtime.target_limits import text_config
 from ..data.conversations import Conversation, tokenize_conversation
@@ -180,6 +181,8 @@ def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, 
         return None
     if (Path(plan.init_from) / "adapter_config.json").is_file():
         raise ValueError(f"{plan.init_from} is an adapter, not a drafter: start from the drafter that it adapts")
+    if plan.lora is not None:
+        load("adapting", "peft")  # an error here, before answers are made
     drafter = family.loaded(plan.init_from, target, plan.drafter)
     family.check_start(drafter, target, tokenizer)
     fixed = sorted(plan.drafter.keys() - {"target_name"})
