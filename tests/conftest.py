@@ -32,7 +32,7 @@ from hf_hsdraft.cpu.small_weights import KERNEL
 gc.disable()  # until all tests are imported: what imports make stays
 
 # Tests that README's command leaves out, by folder or file; those of a test's own are beside it.
-_MARKS = {"training": "train", "remote": "server", "serve": "server", "test_hub": "process"}
+_MARKS = {"training": "train", "remote": "server", "serve": "server", "test_chat_page": "server", "test_hub": "process"}
 
 
 def pytest_collection_modifyitems(items):

@@ -267,6 +267,7 @@ def served(talks):
     from hf_hsdraft.methods.chat_page.page import ChatPage, page_server
 
     listener = bound_socket("127.0.0.1", 0)
+    listener.listen()  # else requests are refused until the server has begun
     server = page_server(ChatPage(talks, "a tiny target", ReplySettings(max_new_tokens=40)), listener)
     running = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     running.start()
