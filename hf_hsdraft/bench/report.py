@@ -335,7 +335,7 @@ def define(console: Console, definitions: Mapping[str, str]) -> None:
     note(console, *(f"{name}: {text}." for name, text in definitions.items()))
 
 
-def _across(title: str, columns: Mapping[str, Sequence[str]], rows: Iterable[str]) -> Table:
+def by_system(title: str, columns: Mapping[str, Sequence[str]], rows: Iterable[str]) -> Table:
     """A table with a column for each system, which fits terminals of 80 columns; long names wrap."""
     table = Table(Column(title, overflow="fold"), *(Column(escape(name), overflow="fold") for name in columns))
     for row in zip(rows, *columns.values(), strict=True):
@@ -346,7 +346,7 @@ def _across(title: str, columns: Mapping[str, Sequence[str]], rows: Iterable[str
 def _main_table(result: BenchResult) -> Table:
     names, marks = shown(result.several), dict.fromkeys(result.settings.get("lossy", ()), f" ({LOSSY})")
     columns = {name + marks.get(name, ""): [*map(row.cell, names)] for name, row in result.summaries().items()}
-    table = _across("all prompts", columns, (FIGURES[name][0] for name in names))
+    table = by_system("all prompts", columns, (FIGURES[name][0] for name in names))
     if marks:
         table.caption = f"{LOSSY}: its rule of verification may change the text"
     return table
@@ -359,13 +359,13 @@ def _cost_table(result: BenchResult) -> Table:
     for name, row in rows.items():
         cells = [*(number(row.get(part), 1) for part in ROUND_PARTS), number(summaries[name].acceptance_length)]
         columns[name] = cells + [f"{row.get(f'depth_{depth}', 0.0):.2f}" for depth in depths]
-    return _across("per round", columns, [*_PARTS, "acceptance length", *(f"accept {depth}" for depth in depths)])
+    return by_system("per round", columns, [*_PARTS, "acceptance length", *(f"accept {depth}" for depth in depths)])
 
 
 def _category_table(result: BenchResult) -> Table:
     found = result.categorised()
     columns = {n: [f"{number(each.tau)} ({each.speed_up:.2f})" for each in of.values()] for n, of in found.items()}
-    return _across("tau (speed-up) by category", columns, (name or "(none)" for name in next(iter(found.values()))))
+    return by_system("tau (speed-up) by category", columns, (name or "(none)" for name in next(iter(found.values()))))
 
 
 def sweep_glossary(axis: str) -> dict[str, str]:

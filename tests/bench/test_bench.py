@@ -22,7 +22,7 @@ from hf_hsdraft.bench import run
 from hf_hsdraft.bench.calls import PeakMemory, Run, Settings, time_call
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
 from hf_hsdraft.bench.plots import draw_bench
-from hf_hsdraft.bench.report import _across, as_document, print_report, summarise
+from hf_hsdraft.bench.report import as_document, by_system, print_report, summarise
 from hf_hsdraft.bench.run import BATCH, CONTEXT, NEW, check_points, measure, padded_batches, padded_prompt, turn_order
 from hf_hsdraft.bench.systems import PLAIN, System, make_systems, parse_variants
 from hf_hsdraft.cli.hub import enter_benchmarks
@@ -169,7 +169,7 @@ def test_what_columns_mean_is_said_by_their_titles(tmp_path, chatty, tokenizer, 
     print_report(result, narrow)
     names = ("default", "chain", "tree24x6", "cacheback", "prompt_lookup", "summarization")
     narrow.print(
-        _across("mathematical reasoning", {name: ["1.23 (1.00 to 2.34)"] for name in names}, ["summarization"])
+        by_system("mathematical reasoning", {name: ["1.23 (1.00 to 2.34)"] for name in names}, ["summarization"])
     )
     assert "…" not in narrow.file.getvalue(), "nothing is cut in a terminal of 80 columns"
 
