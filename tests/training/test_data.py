@@ -336,12 +336,12 @@ def test_cached_features_are_those_of_each_chat_alone_and_keep_their_order(chatt
     forwards: list[list[int]] = []
     read = features.read_features
 
-    def spied(target, taps, conversations):
+    def spied(target, taps, conversations, device):
         forwards.append([len(chat.input_ids) for chat in conversations])
         return read(target, taps, conversations, dtype=torch.float32)
 
     monkeypatch.setattr(features, "read_features", spied)
-    monkeypatch.setattr(features, "_READ_AT_ONCE", 40)
+    monkeypatch.setattr(features, "_READ_AT_ONCE_ON_CPU", 40)
     chats = [
         tokenize_conversation(tokenizer, chat_of((("user", f"w{length}"), ("assistant", "w2 " * length))), 100)
         for length in (9, 1, 60, 4, 2, 11, 3)

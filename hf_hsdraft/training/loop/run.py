@@ -24,7 +24,7 @@ from ...hub.publication import Repository
 from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import Conversation, Prompt, TokenizedConversation, keeps_turns, tokenize_conversation
-from ..data.features import FeatureCache, LikelyTokens, read_features
+from ..data.features import FeatureCache, LikelyTokens, read_by_length
 from ..data.gather import Answering, ChatStream, StreamPlace, in_order, kinds_to_invent, read_sources, recipe_of
 from ..data.generating import can_record
 from ..data.plan import Report, TrainingPlan
@@ -282,7 +282,7 @@ class _Run:
         """Returns what is trained: the drafter or its adapter. A fresh drafter begins from the target, by a sample."""
         target, plan, family = self.target, self.plan, self.family
         if not start:
-            read = read_features(target, taps, sample)
+            read = read_by_length(target, taps, sample)
             family.start_from_target(drafter, target, torch.cat([features.final for features in read]).float())
         model: torch.nn.Module = drafter
         if plan.lora is not None:

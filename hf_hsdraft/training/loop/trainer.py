@@ -26,7 +26,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...gpu.varying_shapes import varying_shapes
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import TokenizedConversation
-from ..data.features import Features, read_features
+from ..data.features import Features, read_by_length
 from ..evaluate.parity import ParityError, parity
 from ..families.trainable import family_of
 from ..loss.candidates import Candidates
@@ -188,7 +188,7 @@ class DrafterTrainer(Trainer):
         drafter = _base(self.model)
         taps = family_of(drafter).taps(drafter, self.target)
         bare = [chat for chat in conversations if not isinstance(chat, Features)]
-        read = iter(read_features(self.target, taps, bare, self.args.device) if bare else ())
+        read = iter(read_by_length(self.target, taps, bare, self.args.device))
         features = [chat if isinstance(chat, Features) else next(read) for chat in conversations]
         return Pack.of(features, pad_to_multiple_of=128).to(self.args.device, self.teacher_head.dtype)
 
