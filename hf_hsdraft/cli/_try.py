@@ -29,7 +29,8 @@ from ..runtime.prompt_inputs import encode_prompts, room_left
 from ..serve.conversation import PieceStreamer
 
 DRAFTED, _OWN, _LATER = "green", "default", "dim"
-_WARM_UP = 24  # tokens
+# By default a text has 64 tokens, or as many of at least 24 as all together take 15 s plainly.
+_SHORTEST, _LONGEST, _SECONDS = 24, 64, 15.0
 _FIRST_CALLS = 3  # drafted calls at most before the timed ones, on CPUs until weights are packed
 _WIDTH = 110  # columns of a picture
 _WORSE, _SPREAD, _DOUBT = 0.95, 3.0, 1.5  # speed-up of a loss; factors between prompts, and to the costs of rounds
@@ -190,18 +191,22 @@ class Trial:
         return f"{head}>\n<desc>{html.escape(command)}</desc>{rest}"
 
 
-def decode(trial: Trial, model: Any, tokenizer: Any, drafter: Any, prompts: list[str], most: int, out: Console) -> None:
+def decode(
+    trial: Trial, model: Any, tokenizer: Any, drafter: Any, prompts: list[str], most: int | None, out: Console
+) -> None:
     """Decodes each prompt with and without the drafter, and shows the drafted text while it comes.
 
     Raises a ValueError before anything is decoded if a prompt fills the context window.
     """
-    encoded = encode_prompts(model, tokenizer, prompts)
     calls: list[dict[str, Any]] = []
-    for inputs in encoded:
-        room = room_left(model, inputs["input_ids"].shape[1])
-        calls.append({**inputs, "do_sample": False, "max_new_tokens": min(most, room), "return_dict_in_generate": True})
+    for inputs in encode_prompts(model, tokenizer, prompts):
+        limit = min(most or _LONGEST, room_left(model, inputs["input_ids"].shape[1]))
+        calls.append({**inputs, "do_sample": False, "max_new_tokens": limit, "return_dict_in_generate": True})
     with working("first calls, which take longer: trying what decoding costs here"):
-        model.generate(**{**calls[0], "max_new_tokens": min(_WARM_UP, most)})
+        short = calls[0] | {"max_new_tokens": min(_SHORTEST, calls[0]["max_new_tokens"])}
+        affordable = int(_decoded(model, short, None, Recorder(tokenizer))[0].speed * _SECONDS / len(calls))
+        for call in calls if most is None else ():
+            call["max_new_tokens"] = min(call["max_new_tokens"], max(_SHORTEST, affordable))
         for _ in range(_FIRST_CALLS):
             output = model.generate(**calls[0], assistant_model=drafter)
             if model.device.type != "cpu" or output.statistics.packed_weights:
@@ -245,7 +250,7 @@ def report(trial: Trial, out: Console) -> None:
         "tau": f"{totals.tau:.2f}  ({totals.new_tokens} tokens in {totals.target_forwards} target forwards)",
     }
     if statistics.median(trial.gains) > totals.tau:
-        rows[""] = f"the speed-up is greater than tau: {_why_more(trial)}"
+        rows[""] = f"the speed-up is greater than tau: {_why_more(totals)}"
     rows["drafter"] = f"{trial.drafter}: {trial.why}"
     for title, value in rows.items():
         out.print(f"{title:12}{value}", markup=False, highlight=False, soft_wrap=True)
@@ -258,12 +263,8 @@ def report(trial: Trial, out: Console) -> None:
     out.print(Text(DEFINITIONS, style="dim"))
 
 
-def _why_more(trial: Trial) -> str:
-    calls = [each.drafted.statistics for each in trial.tried if each.drafted.statistics]
-    used = {
-        "packed weights": any(call.packed_weights for call in calls),
-        "compiled layers": any(call.compiled_layers for call in calls),
-    }
+def _why_more(totals: DraftStatistics) -> str:
+    used = {"packed weights": totals.packed_weights, "compiled layers": totals.compiled_layers}
     if names := " and ".join(name for name, was in used.items() if was):
         return f"rounds also have {names}, which plain generate() does not have"
     return "a forward took less time with the drafter than without, so something else slowed plain decoding down"

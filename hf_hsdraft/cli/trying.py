@@ -14,7 +14,6 @@ from . import _shared as shared
 from ._shared import QUESTION, Dtype, check_fit, console, loaded_target, option, prompt_texts, say
 
 app = typer.Typer()
-_NEW_TOKENS, _PROMPTS = 64, 3
 SvgOption = Annotated[
     Path | None, option("File for a picture of the last prompt's two texts.", "--svg", dir_okay=False)
 ]
@@ -27,7 +26,7 @@ def try_model(
     prompt: Annotated[list[str] | None, typer.Argument(help="Prompts like yours.")] = None,
     prompts: shared.PromptFileOption = None,
     drafter: shared.DrafterOption = None,
-    max_new_tokens: shared.NewTokensOption = _NEW_TOKENS,
+    max_new_tokens: shared.ShortTextOption = None,
     offline: OfflineOption = False,
     dtype: shared.DtypeOption = Dtype.float32,
     device: shared.DeviceOption = "cpu",
@@ -41,7 +40,7 @@ def try_model(
     """
     if prompt and prompts is not None:
         raise typer.BadParameter("name prompts or a file of them, not both", param_hint="--prompts")
-    texts = list(prompt or prompt_texts(prompts)[:_PROMPTS])
+    texts = list(prompt or prompt_texts(prompts)[:3])
     _try(target, drafter, texts, max_new_tokens, offline, dtype, device, json_out, svg)
 
 
@@ -62,7 +61,7 @@ def _try(
     target: str | None,
     name: str | None,
     prompts: list[str],
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     offline: bool,
     dtype: Dtype,
     device: str,

@@ -136,7 +136,7 @@ def test_every_text_is_what_it_is_alone(seed: int, takes_new_texts: bool, chatty
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_text_of_many_schedules_is_what_it_is_alone(seed: int, chatty: Any) -> None:
     """benchmarks/schedules.py decodes hundreds, with more options."""
     check_schedule(chatty, seed + 100, takes_new_texts=seed % 4 > 0)

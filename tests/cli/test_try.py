@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_hsdraft import __version__
+from hf_hsdraft.cli import _try
 from hf_hsdraft.cli._try import Side, Trial, Tried, report
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.statistics import DraftStatistics
@@ -76,6 +77,14 @@ def test_a_trial_says_what_drafting_does(place, tokenizer, named):
     assert found["code"] == ["import hf_hsdraft", f"model.generate(**inputs, assistant_model={name})"]
     assert found["machine"]["torch"] == torch.__version__ and found["verdict"] in said
     assert (found["code"][1] in said) != ("do not use it" in said)
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(1e6, 64), (1e-6, 24)])
+def test_texts_are_shorter_where_plain_decoding_takes_long(place, monkeypatch, seconds, tokens):
+    monkeypatch.setattr(_try, "_SECONDS", seconds)
+    run("try", place / "target", *PROMPTS, "--offline", "--json", place / "found.json")
+    found = json.loads((place / "found.json").read_text())["tried"]
+    assert [each[side]["tokens"] for each in found for side in ("plain", "drafted")] == [tokens] * 4
 
 
 def side(seconds: float, **fields: object) -> Side:
