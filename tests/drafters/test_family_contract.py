@@ -130,7 +130,7 @@ def test_rejection_keeps_the_targets_distribution(kind, builder):
     target = small_target(num_hidden_layers=4)
     known = {"draft_vocab_ids": (0, 1, 2, 3), "draft_vocab_size": 4}
     drafter = {**EVERY, **KINDS}[kind](target, **known if kind != "block, selector" else {"selector_top_k": 4})
-    drafter.generation_config.update(tree_builder=builder, verification="rejection", tree_size=4096, beam_width=3)
+    drafter.generation_config.update(tree_builder=builder, verification="rejection", tree_size=128, beam_width=3)
     prompt = torch.tensor([[1, 4, 2]])
     torch.manual_seed(0)
     output = target.generate(

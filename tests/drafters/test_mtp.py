@@ -37,6 +37,7 @@ from typer.testing import CliRunner
 from hf_hsdraft import CachebackDrafter, attach
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.base import readings
 from hf_hsdraft.drafters.base.auto_drafter import find
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
@@ -383,7 +384,8 @@ def test_an_expansion_that_fails_leaves_what_was_read(monkeypatch):
     assert session._context is read
 
 
-def test_commands_take_the_layers_by_name(checkpoint, tokenizer, tmp_path):
+def test_commands_take_the_layers_by_name(checkpoint, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(readings, "_LEAST", 8)  # tokens: a trial in each command continues a short prompt
     folder = Path(shutil.copytree(checkpoint, tmp_path / "target"))
     tokenizer.save_pretrained(folder)
     prompts_file = write_prompts(tmp_path / "prompts.jsonl", 2)

@@ -68,13 +68,13 @@ def test_a_trial_finds_what_a_drafter_has_learned(name, value):
     make, fields, kind = OPEN[name]
     torch.manual_seed(0)
     target = tiny_target(**kind)
-    text = target.generate(PROMPT, max_new_tokens=96, do_sample=False)[0].tolist()
+    text = target.generate(PROMPT, max_new_tokens=64, do_sample=False)[0].tolist()
     drafter = make(target, **fields, **({name: value} if name != "sample_from_anchor" else {}))
     drafter.reread(**{name: value})
     learn(target, drafter, text, *((150, 1e-2) if name == "embedding_scale" else ()))  # layers undo a factor first
     drafter.reread(**{name: next(iter(QUESTIONS[name].readings))}, untold=(name,))
     drafter.generation_config.num_assistant_tokens = 4
-    drafted = target.generate(PROMPT, max_new_tokens=96, do_sample=False, assistant_model=drafter)
+    drafted = target.generate(PROMPT, max_new_tokens=64, do_sample=False, assistant_model=drafter)
     assert drafted[0].tolist() == text
     assert getattr(drafter.config, name) == value and drafter.config.untold == ()
     assert drafter.tried[name].startswith(QUESTIONS[name].readings[value])

@@ -160,13 +160,16 @@ def told(config: Any, tried: Mapping[str, str], names: Sequence[str]) -> dict[st
 
 
 def _continued(target: Any, tokens: list[int], length: int = _LEAST) -> list[int]:
-    """Continues a text by plain forwards without a cache; a compiled or offloaded target gets it as it is."""
+    """Continues a text by plain steps; a compiled or offloaded target gets it as it is."""
     if why_not_copied([target]):
         return tokens
-    device = target.get_input_embeddings().weight.device
+    device, known = target.get_input_embeddings().weight.device, dict[str, Any]()
     while len(tokens) < length:
-        logits = target(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits
-        tokens = [*tokens, int(logits[0, -1].argmax())]
+        unread = tokens[-1:] if known else tokens
+        output = target(input_ids=torch.tensor([unread], device=device), use_cache=True, **known)
+        cache = getattr(output, "past_key_values", None)  # without one it reads everything again
+        known = {} if cache is None else {"past_key_values": cache}
+        tokens = [*tokens, int(output.logits[0, -1].argmax())]
     return tokens
 
 
