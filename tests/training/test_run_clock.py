@@ -79,12 +79,12 @@ def test_a_slow_machine_makes_less_and_ends_in_time(chatty, tokenizer, tmp_path)
     slow.register_forward_pre_hook(lambda *_: time.sleep(0.2))
     fields = {"kinds": {"question": 1.0, "code": 1.0}, "max_new_tokens": 90, "eval_conversations": 16}
     plan = planned(tmp_path, "hidden-state", prompts=[], **fields)
-    arguments = {"max_minutes": 1.0, "eval_steps": 10**6, "eval_new_tokens": 4, "disable_tqdm": True}
+    arguments = {"max_minutes": 0.5, "eval_steps": 10**6, "eval_new_tokens": 4, "disable_tqdm": True}
     begin = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         end_briefly(patch)
         drafter = train(slow, tokenizer, plan, arguments, report=lambda _: None)
-    assert time.monotonic() - begin < 80
+    assert time.monotonic() - begin < 55
     assert decodes_as_plain(chatty, drafter)
 
 
