@@ -96,7 +96,7 @@ PromptFileOption = Annotated[
 ]
 LimitOption = Annotated[int | None, option("Maximum number of prompts, taken evenly from all categories.", min=1)]
 NewTokensOption = Annotated[int, option("Maximum number of new tokens per prompt.", min=1)]
-ShortTextOption = Annotated[int | None, option("Maximum number of new tokens; default: 64, if quick.", min=1)]
+ShortTextOption = Annotated[int | None, option("Maximum number of new tokens per prompt; default: 24 to 64.", min=1)]
 TrainOption = Annotated[
     list[Path], option("Training chats: JSONL, or the folder of a run; repeat.", "--train", exists=True)
 ]

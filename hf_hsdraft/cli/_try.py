@@ -29,7 +29,7 @@ from ..runtime.prompt_inputs import encode_prompts, room_left
 from ..serve.conversation import PieceStreamer
 
 DRAFTED, _OWN, _LATER = "green", "default", "dim"
-# By default a text has 64 tokens, or as many of at least 24 as all together take 15 s plainly.
+# By default a text gets 64 tokens, or fewer, at least 24, so that plain decoding of all takes about 15 s.
 _SHORTEST, _LONGEST, _SECONDS = 24, 64, 15.0
 _FIRST_CALLS = 3  # drafted calls at most before the timed ones, on CPUs until weights are packed
 _WIDTH = 110  # columns of a picture
@@ -203,14 +203,15 @@ def decode(
         limit = min(most or _LONGEST, room_left(model, inputs["input_ids"].shape[1]))
         calls.append({**inputs, "do_sample": False, "max_new_tokens": limit, "return_dict_in_generate": True})
     with working("first calls, which take longer: trying what decoding costs here"):
-        short = calls[0] | {"max_new_tokens": min(_SHORTEST, calls[0]["max_new_tokens"])}
+        short = calls[0] | {"max_new_tokens": min(_SHORTEST, calls[0]["max_new_tokens"]), "eos_token_id": None}
+        model.generate(**short | {"max_new_tokens": 1})  # the first forward of a process is slow
         affordable = int(_decoded(model, short, None, Recorder(tokenizer))[0].speed * _SECONDS / len(calls))
-        for call in calls if most is None else ():
-            call["max_new_tokens"] = min(call["max_new_tokens"], max(_SHORTEST, affordable))
-        for _ in range(_FIRST_CALLS):
+        for _ in range(_FIRST_CALLS):  # not shortened: short ones would pack no weights
             output = model.generate(**calls[0], assistant_model=drafter)
             if model.device.type != "cpu" or output.statistics.packed_weights:
                 break
+    for call in calls if most is None else ():
+        call["max_new_tokens"] = min(call["max_new_tokens"], max(_SHORTEST, affordable))
     for number, (prompt, call) in enumerate(zip(prompts, calls, strict=True)):
         out.print(Text(prompt, style="bold"), soft_wrap=True)
         sides, outputs = dict[bool, Side](), dict[bool, Any]()

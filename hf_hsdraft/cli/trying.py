@@ -14,6 +14,7 @@ from . import _shared as shared
 from ._shared import QUESTION, Dtype, check_fit, console, loaded_target, option, prompt_texts, say
 
 app = typer.Typer()
+_PROMPTS = 3
 SvgOption = Annotated[
     Path | None, option("File for a picture of the last prompt's two texts.", "--svg", dir_okay=False)
 ]
@@ -40,7 +41,7 @@ def try_model(
     """
     if prompt and prompts is not None:
         raise typer.BadParameter("name prompts or a file of them, not both", param_hint="--prompts")
-    texts = list(prompt or prompt_texts(prompts)[:3])
+    texts = list(prompt or prompt_texts(prompts)[:_PROMPTS])
     _try(target, drafter, texts, max_new_tokens, offline, dtype, device, json_out, svg)
 
 

@@ -23,7 +23,7 @@ _ADDED = (
 class DraftStatistics:
     """What a drafted call did, or by `+` several: kept when `return_dict_in_generate=True`, and by an [`Attachment`].
 
-    A sum keeps no list of its rounds. What is not counted is that of the last call.
+    A sum keeps no list of its rounds. What is neither counted nor a switch is that of the last call.
 
     Attributes:
         calls: drafted calls that ended without an error; 1 unless this is a sum.
@@ -88,6 +88,7 @@ class DraftStatistics:
 
     def __add__(self, other: DraftStatistics) -> DraftStatistics:
         added = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
+        added |= {name: getattr(self, name) or getattr(other, name) for name in ("packed_weights", "compiled_layers")}
         aside = dict(Counter(self.stepped_aside) + Counter(other.stepped_aside))
         plain, exact = other.plain_seconds or self.plain_seconds, self.exact and other.exact
         lists: Any = {"accepted_lengths": [], "drafted_nodes": [], "round_rows": []}

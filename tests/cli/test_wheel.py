@@ -30,7 +30,7 @@ def called(*command: object, cwd: Path, **options) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a source distribution of a copy, as building leaves files beside the code."""
+    """Built from a source distribution of a copy, as building leaves files beside the code; kernels with -O1."""
     source, out, tools = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "tools"))
     for name in ("hf_hsdraft", "model_cards"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -38,8 +38,8 @@ def wheel(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     made = {**os.environ, "HSDRAFT_KERNELS": "all"}
     if compiler := cpp_compiler():
-        quick = tools / "compiler"  # half the time
-        quick.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O1\n')
+        quick = tools / "compiler"  # it takes half as long
+        quick.write_text(f'#!/bin/sh\nexec "{compiler}" "$@" -O1\n')
         quick.chmod(0o700)
         made["CXX"] = str(quick)
     called(sys.executable, "-m", "build", "--outdir", out, cwd=source, env=made)

@@ -24,7 +24,7 @@ from hf_hsdraft.drafters.block.configuration import Sight, default_tap_layers
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
 
 CLOSE = 1e-4
-EVERY = 6  # of the rounds are compared
+EVERY = 12  # of the rounds are compared
 BY_NAME = {case.name: case for case in CASES}
 WITHOUT_SPECULATORS = (
     "z-lab DFlash",

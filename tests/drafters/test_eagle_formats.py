@@ -41,7 +41,7 @@ from hf_hsdraft.hub.checkpoint import Checkpoint
 
 pytest.importorskip("speculators")
 
-EVERY = 6  # of the rounds are compared
+EVERY = 12  # of the rounds are compared
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

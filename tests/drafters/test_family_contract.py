@@ -126,11 +126,14 @@ def test_other_options_keep_greedy_texts(target, plain, kind, options):
 @pytest.mark.parametrize("kind", [*MAIN, "hidden states"])
 @pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
 def test_rejection_keeps_the_targets_distribution(kind, builder):
-    """Of what is drawn after a first token: counts against the target's probabilities. Most know 4 of 6 tokens."""
+    """Of what is drawn after a first token: counts against the target's probabilities. Most know 4 of 6 tokens.
+
+    A row's share of the tree is 4 nodes: all known tokens.
+    """
     target = small_target(num_hidden_layers=4)
     known = {"draft_vocab_ids": (0, 1, 2, 3), "draft_vocab_size": 4}
     drafter = {**EVERY, **KINDS}[kind](target, **known if kind != "block, selector" else {"selector_top_k": 4})
-    drafter.generation_config.update(tree_builder=builder, verification="rejection", tree_size=128, beam_width=3)
+    drafter.generation_config.update(tree_builder=builder, verification="rejection", tree_size=1400, beam_width=3)
     prompt = torch.tensor([[1, 4, 2]])
     torch.manual_seed(0)
     output = target.generate(

@@ -12,6 +12,8 @@ from oracles.block_parity import CASES as BLOCK_CASES
 from oracles.block_variants import Variant, of_variant
 from oracles.eagle_parity import eagle_target
 from oracles.format_parity import taps_of, texts_of, tiny_target
+from oracles.tiny import tiny_config, tiny_model
+from transformers import LlamaForCausalLM, MambaForCausalLM, Qwen3VLForConditionalGeneration
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.cli._describe import describe
@@ -205,3 +207,13 @@ def test_a_layout_that_is_not_told_is_drafted_as_deep_as_both_allow():
     assert drafter.num_draft_steps == 4
     drafter.reread(untold=())
     assert drafter.num_draft_steps == 5
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, MambaForCausalLM, Qwen3VLForConditionalGeneration])
+def test_a_trials_text_is_continued_as_by_plain_decoding(kind):
+    target = tiny_model(kind, tiny_config(kind.config_class))
+    plain = target.generate(PROMPT, max_new_tokens=33, do_sample=False, eos_token_id=None)[0].tolist()
+    for module in target.modules():
+        if hasattr(module, "rope_deltas"):
+            module.rope_deltas = torch.tensor([[-9], [-7], [-5]])  # of an earlier call's images
+    assert readings._continued(target, PROMPT[0].tolist(), 40) == plain

@@ -21,6 +21,7 @@ import torch
 from transformers.utils import logging
 
 from ...core.cache_folder import cache_folder
+from ...core.cache_name import CACHE, returned_cache
 from ...core.checks import demand, printable
 from ...hub.drafter_files import read_document
 from ...runtime.target_limits import decoder_layers, text_config
@@ -126,7 +127,7 @@ def settle(drafter: Any, target: Any, tokens: Sequence[int]) -> None:
 
 def _losses(drafter: Any, target: Any, asked: Sequence[str], tokens: Sequence[int]) -> dict[tuple[Any, ...], float]:
     """Returns the surprise of each reading, by the values of the fields; leaves the last reading on the drafter."""
-    text, found = _continued(target, list(tokens)[-_MOST:]), {}
+    text, found = _continued(target, list(tokens)[-_MOST:], _LEAST), {}
     states = _states(target, text)
     for values in itertools.product(*(QUESTIONS[name].readings for name in asked)):
         drafter.reread(**dict(zip(asked, values, strict=True)))
@@ -159,16 +160,18 @@ def told(config: Any, tried: Mapping[str, str], names: Sequence[str]) -> dict[st
     return found
 
 
-def _continued(target: Any, tokens: list[int], length: int = _LEAST) -> list[int]:
-    """Continues a text by plain steps; a compiled or offloaded target gets it as it is."""
+@torch.no_grad()
+def _continued(target: Any, tokens: list[int], length: int) -> list[int]:
+    """Extends a text greedily to `length` tokens; that of a compiled or offloaded target stays as it is."""
     if why_not_copied([target]):
         return tokens
     device, known = target.get_input_embeddings().weight.device, dict[str, Any]()
+    cached = not any(hasattr(module, "rope_deltas") for module in target.modules())  # of the images of earlier calls
     while len(tokens) < length:
         unread = tokens[-1:] if known else tokens
-        output = target(input_ids=torch.tensor([unread], device=device), use_cache=True, **known)
-        cache = getattr(output, "past_key_values", None)  # without one it reads everything again
-        known = {} if cache is None else {"past_key_values": cache}
+        output = target(input_ids=torch.tensor([unread], device=device), use_cache=cached, **known)
+        cache = returned_cache(output)  # without one, each step reads the whole text
+        known = {} if cache is None else {CACHE: cache}
         tokens = [*tokens, int(output.logits[0, -1].argmax())]
     return tokens
 

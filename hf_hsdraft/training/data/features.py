@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from ...gpu.varying_shapes import varying_shapes
+from ...runtime.target_loading import is_sharded
 from ..files import write_complete
 from ..loop.progress import Reporter
 from ..loss.candidates import likely_columns
@@ -33,9 +34,9 @@ from .conversations import TokenizedConversation
 _SHARD = 32  # conversations per file; a killed run loses at most one file
 _DIGITS = 24  # of a conversation's key
 _UNREAD = 8  # most positions behind what was read while an answer was written
-# Positions per forward, padding included. On CPUs a layer's results should stay in the caches: 16 chats of 3,270
-# positions took 12.4 s instead of 16.7 (SmolLM2, float32, 2 cores with AVX2).
-_READ_AT_ONCE, _READ_AT_ONCE_ON_CPU = 4096, 512
+# Positions per forward, padding included. On CPUs a layer's activations should fit the caches: 16 chats, 3,270
+# positions in all, took 12.4 s instead of 16.7 (SmolLM2, float32, 2 cores with AVX2).
+_READ_AT_ONCE, _READ_AT_ONCE_ON_CPU = 16384, 512
 _FIELDS = ("input_ids", "answer_mask", "taps", "final")  # of `Features`, in a shard
 
 
@@ -193,9 +194,9 @@ def read_by_length(
     conversations: Sequence[TokenizedConversation],
     device: torch.device | str = "cpu",
 ) -> list[Features]:
-    """Reads conversations as `read_features`, each forward over similar lengths: they need little padding."""
+    """Reads conversations as `read_features` does, grouped by length to keep padding small."""
     most: float = _READ_AT_ONCE_ON_CPU if target.device.type == "cpu" else _READ_AT_ONCE
-    if PartialState().num_processes > 1:  # a forward of a sharded target needs all: each has to run equally many
+    if is_sharded(target):  # all processes must run the same number of forwards
         most = math.inf
     lengths, groups = [len(chat.input_ids) for chat in conversations], list[list[int]]()
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
