@@ -29,8 +29,7 @@ from ..runtime.prompt_inputs import encode_prompts, room_left
 from ..serve.conversation import PieceStreamer
 
 DRAFTED, _OWN, _LATER = "green", "default", "dim"
-# By default a text gets 64 tokens, or fewer, at least 24, so that plain decoding of all takes about 20 s.
-_SHORTEST, _LONGEST, _SECONDS = 24, 64, 20.0
+_SHORTEST, _LONGEST, _SECONDS = 24, 64, 20.0  # tokens of a text by default; seconds for all texts, decoded plainly
 _FIRST_CALLS = 3  # drafted calls at most before the timed ones, on CPUs until weights are packed
 _WIDTH = 110  # columns of a picture
 _WORSE, _SPREAD, _DOUBT = 0.95, 3.0, 1.5  # speed-up of a loss; factors between prompts, and to the costs of rounds

@@ -213,7 +213,8 @@ def test_a_layout_that_is_not_told_is_drafted_as_deep_as_both_allow():
 def test_a_trials_text_is_continued_as_by_plain_decoding(kind):
     target = tiny_model(kind, tiny_config(kind.config_class))
     plain = target.generate(PROMPT, max_new_tokens=33, do_sample=False, eos_token_id=None)[0].tolist()
-    for module in target.modules():
-        if hasattr(module, "rope_deltas"):
-            module.rope_deltas = torch.tensor([[-9], [-7], [-5]])  # of an earlier call's images
+    keeping, deltas = [each for each in target.modules() if hasattr(each, "rope_deltas")], torch.tensor([[-9], [-7]])
+    for module in keeping:
+        module.rope_deltas = deltas  # of an earlier call's images
     assert readings._continued(target, PROMPT[0].tolist(), 40) == plain
+    assert all(module.rope_deltas is deltas for module in keeping)

@@ -7,6 +7,7 @@ first call, before anything is drafted, and its result is kept in the user's cac
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from transformers.utils import logging
 from ...core.cache_folder import cache_folder
 from ...core.cache_name import CACHE, returned_cache
 from ...core.checks import demand, printable
+from ...core.tensors import device_of
 from ...hub.drafter_files import read_document
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import LastState, final_norm, why_not_copied
@@ -160,16 +162,24 @@ def told(config: Any, tried: Mapping[str, str], names: Sequence[str]) -> dict[st
     return found
 
 
+def inputs_of(target: Any, text: Sequence[int], begin: int = 0) -> dict[str, torch.Tensor]:
+    """Returns the inputs `[1, n]`, int64, of a forward over a text from position `begin` on.
+
+    Without positions, models whose positions depend on images would use those of an earlier call, and keep this text's.
+    """
+    ids = torch.tensor([list(text)[begin:]], device=device_of(target))
+    places = {"position_ids": torch.arange(begin, len(text), device=ids.device)[None]}
+    return {"input_ids": ids} | (places if "position_ids" in inspect.signature(target.forward).parameters else {})
+
+
 @torch.no_grad()
 def _continued(target: Any, tokens: list[int], length: int) -> list[int]:
     """Extends a text greedily to `length` tokens; that of a compiled or offloaded target stays as it is."""
     if why_not_copied([target]):
         return tokens
-    device, known = target.get_input_embeddings().weight.device, dict[str, Any]()
-    cached = not any(hasattr(module, "rope_deltas") for module in target.modules())  # of the images of earlier calls
+    known: dict[str, Any] = {}
     while len(tokens) < length:
-        unread = tokens[-1:] if known else tokens
-        output = target(input_ids=torch.tensor([unread], device=device), use_cache=cached, **known)
+        output = target(**inputs_of(target, tokens, len(tokens) - 1 if known else 0), use_cache=True, **known)
         cache = returned_cache(output)  # without one, each step reads the whole text
         known = {} if cache is None else {CACHE: cache}
         tokens = [*tokens, int(output.logits[0, -1].argmax())]
@@ -178,11 +188,10 @@ def _continued(target: Any, tokens: list[int], length: int) -> list[int]:
 
 def _states(target: Any, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Returns the hidden states `[T, D]` by tap; the last one is before the final norm."""
-    device, norm = target.get_input_embeddings().weight.device, final_norm(target)
+    norm = final_norm(target)
     kept = None if norm is None else LastState(norm, decoder_layers(text_config(target)))
     with contextlib.nullcontext() if kept is None else kept.kept():
-        ids = torch.tensor([tokens], device=device)
-        states = target(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        states = target(**inputs_of(target, tokens), use_cache=False, output_hidden_states=True).hidden_states
     return tuple(state[0] for state in (states if kept is None else kept.behind(states)))
 
 

@@ -8,7 +8,6 @@ worse than the record predicts.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ import torch
 from transformers.utils import logging
 
 from ...core.checks import printable
-from ...core.tensors import device_of
 from ...core.tuning import TUNING
 from ...runtime.target_limits import furthest_position, rotary_limits, text_config
+from ..base.readings import inputs_of
 from ..base.registry import tokenizer_hash
 from .network import HSDraftNetwork
 
@@ -48,13 +47,10 @@ def can_measure(target: Any, length: int) -> bool:
 @torch.no_grad()
 def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int], start: int) -> TargetMatch:
     """Reads a text once and compares the choices of target and drafter from position `start`, at least 2."""
-    ids = torch.tensor([list(input_ids)], device=device_of(target))
-    places = torch.arange(ids.shape[1], device=device_of(target))
-    # Models with image-dependent positions would otherwise cache those of this text.
-    takes_positions = "position_ids" in inspect.signature(target.forward).parameters
-    positions = {"position_ids": places[None]} if takes_positions else {}
+    inputs = inputs_of(target, input_ids)
+    ids, places = inputs["input_ids"], torch.arange(len(input_ids), device=drafter.device)
     taps = list(drafter.config.target_tap_layers)
-    output = target(ids, **positions, output_hidden_states=taps, use_cache=False)
+    output = target(**inputs, output_hidden_states=taps, use_cache=False)
     choices = output.logits[0, start - 1 : -1].argmax(dim=-1).cpu()
     # The target's layers may be on several devices.
     states = [output.hidden_states[layer][0, :-1].to(drafter.device, drafter.dtype) for layer in taps]
@@ -62,8 +58,8 @@ def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int]
     hidden = drafter(
         torch.cat(states, dim=-1),
         weights.embed(ids[0, 1:]),
-        places[:-1].to(drafter.device),
-        starts=places[start - 2 : -2].to(drafter.device),
+        places[:-1],
+        starts=places[start - 2 : -2],
         num_draft_steps=1,
     ).hidden_states[0]
     guesses = weights.vocab_ids[drafter.logits(hidden, weights).argmax(dim=-1)].cpu()

@@ -35,7 +35,7 @@ _SHARD = 32  # conversations per file; a killed run loses at most one file
 _DIGITS = 24  # of a conversation's key
 _UNREAD = 8  # most positions behind what was read while an answer was written
 # Positions per forward, padding included. On CPUs a layer's activations should fit the caches: 16 chats, 3,270
-# positions in all, took 12.4 s instead of 16.7 (SmolLM2, float32, 2 cores with AVX2).
+# positions in all, took 12.4 s instead of 16.7 by hand (SmolLM2, float32, 2 cores with AVX2).
 _READ_AT_ONCE, _READ_AT_ONCE_ON_CPU = 16384, 512
 _FIELDS = ("input_ids", "answer_mask", "taps", "final")  # of `Features`, in a shard
 
@@ -195,9 +195,8 @@ def read_by_length(
     device: torch.device | str = "cpu",
 ) -> list[Features]:
     """Reads conversations as `read_features` does, grouped by length to keep padding small."""
-    most: float = _READ_AT_ONCE_ON_CPU if target.device.type == "cpu" else _READ_AT_ONCE
-    if is_sharded(target):  # all processes must run the same number of forwards
-        most = math.inf
+    at_once = _READ_AT_ONCE_ON_CPU if target.device.type == "cpu" else _READ_AT_ONCE
+    most = math.inf if is_sharded(target) else at_once  # its processes must run the same number of forwards
     lengths, groups = [len(chat.input_ids) for chat in conversations], list[list[int]]()
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if not groups or (len(groups[-1]) + 1) * lengths[index] > most:
