@@ -64,12 +64,6 @@ class Dtype(StrEnum):
         return getattr(torch, self.value)
 
 
-class Injector(StrEnum):
-    path = "path"
-    low_rank = "low_rank"
-    selector = "selector"
-
-
 _TARGET = "Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."
 TargetOption = Annotated[str | None, option(_TARGET, "--target", callback=present)]
 TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET, callback=present)]
@@ -87,19 +81,12 @@ SavedDrafterOption = Annotated[str | None, option(f"{_DRAFTER}; default: the tar
 SavedDrafterArgument = Annotated[str, typer.Argument(help=f"{_DRAFTER}.", callback=present)]
 DrafterFolderArgument = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")]
 DtypeOption = Annotated[Dtype, option("Dtype of the target and the drafter.")]
-PromptsOption = Annotated[
-    list[Path] | None,
-    option("JSONL with `turns`; default: 6 that come with the package.", "--prompts", exists=True, dir_okay=False),
-]
 PromptFileOption = Annotated[
     Path | None, option("JSONL with `turns`; default: three short prompts.", "--prompts", exists=True, dir_okay=False)
 ]
 LimitOption = Annotated[int | None, option("Maximum number of prompts, taken evenly from all categories.", min=1)]
 NewTokensOption = Annotated[int, option("Maximum number of new tokens per prompt.", min=1)]
 ShortTextOption = Annotated[int | None, option("Maximum number of new tokens per prompt; default: 24 to 64.", min=1)]
-TrainOption = Annotated[
-    list[Path], option("Training chats: JSONL, or the folder of a run; repeat.", "--train", exists=True)
-]
 OutOption = Annotated[Path, option("New folder to write.")]
 JsonOption = Annotated[Path | None, option("File for all figures, as JSON.", "--json")]
 TemperatureOption = Annotated[float, option("Sampling temperature; 0 decodes greedily.", min=0.0)]

@@ -18,7 +18,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ..cli._shared import TargetOption, TrainOption, console
+from ..cli._shared import TargetOption, console, option
 
 if TYPE_CHECKING:
     from ..training.data.conversations import Conversation, Prompt
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 DISTINCT = (1, 2, 4)
 COVERED = (1, 2, 3)
+TrainOption = Annotated[list[Path], option("Training chats: JSONL, or the folder of a run; repeat.", exists=True)]
 DEFINITION = (
     "distinct-n: different n-grams of the answers / all of them; it falls as the amount grows. covered-n: share of the "
     "n-grams of the other texts, repetitions counted, that occur in the training answers. All n-grams are of tokens."

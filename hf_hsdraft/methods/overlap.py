@@ -10,8 +10,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli._shared import TrainOption, console, option, say
+from ..cli._shared import console, option, say
 from ..core.checks import printable
+from .coverage import TrainOption
 from .near_duplicates import NEAR, WORDS_OF_GRAM, PromptIndex
 
 app = typer.Typer()

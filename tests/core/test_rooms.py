@@ -138,7 +138,7 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
     "core": 2070, "engine": 2165, "runtime": 3595, "verify": 615, "generate": 565, "training": 6340, "bench": 1455,
-    "cli": 2210, "drafters": 12841, "serve": 1945, "hub": 1615,
+    "cli": 2197, "drafters": 12841, "serve": 1945, "hub": 1615,
 }  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_the_core_stays_small() -> None:
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
     assert len(files) <= 216
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 41_190
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 41_176
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...cli._shared import DeviceOption, Dtype, DtypeOption, PromptsOption, TargetOption, console, loaded_target, say
+from ...cli._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console, loaded_target, option, say
 
 app = typer.Typer()
 NGRAMS = "n-grams"
@@ -22,7 +22,10 @@ def plan(
             help="Hub name or folder of a drafter; repeat for several. Language models may be intermediate levels.",
         ),
     ] = None,
-    prompts: PromptsOption = None,
+    prompts: Annotated[
+        list[Path] | None,
+        option("JSONL with `turns`; default: 6 that come with the package.", exists=True, dir_okay=False),
+    ] = None,
     target: TargetOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of prompts, taken evenly from all categories.")] = 6,
     max_new_tokens: Annotated[int, typer.Option(min=16)] = 64,

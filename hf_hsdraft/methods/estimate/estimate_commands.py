@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from ...cli._shared import Injector, say
+from ...cli._shared import say
 
 app = typer.Typer()
+Injector = StrEnum("Injector", ["path", "low_rank", "selector"])
 _TARGET = "Hub name or folder of the target, a .gguf file or a config.json."
 TargetConfigArgument = Annotated[str, typer.Argument(help=_TARGET)]
 StepsOption = Annotated[int | None, typer.Option(min=1, help="K; default: the drafter's, 6 of a new one.")]
