@@ -20,7 +20,7 @@ from ..drafters.base.protocol import Drafter
 from ..runtime.prompt_inputs import encode_prompts
 from ..training.data.conversations import Prompt
 from ..training.files import write_json
-from ..training.loop.progress import Reporter
+from ..training.progress import Reporter
 from .calls import Settings, processor
 from .report import BenchResult, as_document
 from .run import Measured, check_points, measure, read_questions, sweep

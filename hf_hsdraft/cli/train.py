@@ -174,9 +174,9 @@ def train(context: typer.Context, **options: Any) -> None:
     model, tokenizer = load_target(target, dtype.torch, place)
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-    from ..training.loop.progress import Reporter
     from ..training.loop.results import result_of, what_is_needed
     from ..training.loop.run import train as run
+    from ..training.progress import Reporter
 
     try:
         run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None), began)

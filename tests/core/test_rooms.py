@@ -31,6 +31,7 @@ FLOORS = (
     "cli",
     "methods",  # beside the core: nothing imports them
 )
+TRAINING = ("", "data", "families", "loss", "evaluate", "loop")  # folders, by the same order
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent == PACKAGE)
 
 _PARTS = {"runner.py", "rival_workers.py", "vllm_decoding.py"}  # of scripts, and run or imported by these
@@ -103,6 +104,17 @@ def test_a_module_imports_from_lower_rooms_only(path: Path) -> None:
         assert FLOORS.index(room_of(other)) <= own, f"{path} imports {other} of a higher room"
 
 
+def training_floor(path: Path) -> int:
+    parts = path.relative_to(PACKAGE / "training").parts
+    return TRAINING.index(parts[0] if len(parts) > 1 else "")
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "training"], ids=lambda path: path.stem)
+def test_a_module_of_training_imports_from_lower_folders_only(path: Path) -> None:
+    for other in (other for other in imported(path) if room_of(other) == "training"):
+        assert training_floor(other) <= training_floor(path), f"{path} imports {other} of a higher folder"
+
+
 def test_nothing_is_imported_in_a_circle() -> None:
     graph = {path: imported(path) for path in MODULES}
     done: set[Path] = set()
@@ -137,7 +149,7 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 2070, "engine": 2165, "runtime": 3595, "verify": 615, "generate": 565, "training": 6340, "bench": 1455,
+    "core": 2070, "engine": 2165, "runtime": 3595, "verify": 615, "generate": 565, "training": 6337, "bench": 1455,
     "cli": 2197, "drafters": 12841, "serve": 1945, "hub": 1615,
 }  # fmt: skip
 
@@ -153,7 +165,7 @@ def test_the_core_stays_small() -> None:
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
     assert len(files) <= 216
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 41_176
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 41_173
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:

@@ -26,8 +26,8 @@ from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data.conversations import Prompt
 from hf_hsdraft.training.data.gather import Answering
 from hf_hsdraft.training.data.plan import TrainingPlan
-from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
+from hf_hsdraft.training.progress import Reporter
 
 pytest.importorskip("openai")
 

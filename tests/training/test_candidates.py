@@ -11,9 +11,10 @@ from test_acceptance_losses import some_chains
 from test_pipeline import plan, run
 from test_trainable import KINDS, loss_of
 
+from hf_hsdraft.training.data.features import likely_columns
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loop import run as run_module
-from hf_hsdraft.training.loss.candidates import Candidates, likely_columns
+from hf_hsdraft.training.loss.candidates import Candidates
 from hf_hsdraft.training.loss.loss import WEIGHTINGS
 from hf_hsdraft.training.loss.objectives import OBJECTIVES
 

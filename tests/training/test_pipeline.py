@@ -26,11 +26,11 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
 from hf_hsdraft.training.files import RowFolder
 from hf_hsdraft.training.loop import start
-from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.run_folder import steps_done
 from hf_hsdraft.training.loop.trainer import DrafterTrainer, TrainingDiverged
 from hf_hsdraft.training.loss import loss as loss_module
+from hf_hsdraft.training.progress import Reporter
 
 SIZES = {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40}
 

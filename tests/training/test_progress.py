@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hf_hsdraft.training.loop import progress
-from hf_hsdraft.training.loop.progress import Reporter, Stage, TrainingProgress, span
+from hf_hsdraft.training import progress
+from hf_hsdraft.training.loop.budget import TrainingProgress
+from hf_hsdraft.training.progress import Reporter, Stage, span
 
 
 class Clock:

@@ -15,8 +15,7 @@ import pytest
 import torch
 from training_helpers import decodes_as_plain, interrupted, planned, run
 
-from hf_hsdraft.training.loop.budget import TimeBudget
-from hf_hsdraft.training.loop.progress import TrainingProgress
+from hf_hsdraft.training.loop.budget import TimeBudget, TrainingProgress
 from hf_hsdraft.training.loop.run_folder import steps_done
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 

@@ -16,8 +16,8 @@ from hf_hsdraft.training.data.conversations import Conversation, Prompt
 from hf_hsdraft.training.data.gather import ChatStream, StreamPlace
 from hf_hsdraft.training.files import RowFolder
 from hf_hsdraft.training.loop import run as run_module
-from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.start import fingerprint
+from hf_hsdraft.training.progress import Reporter
 
 
 def test_each_conversation_is_learned_about_as_often_as_asked_for():

@@ -44,7 +44,7 @@ def skip_layers(
     from ...training.data.conversations import read_prompts
     from ...training.evaluate.parity import PROMPTS
     from ...training.files import check_empty
-    from ...training.loop.progress import Reporter
+    from ...training.progress import Reporter
     from .layer_skip import as_drafter, check_target, search, written_texts
 
     check_empty(out)

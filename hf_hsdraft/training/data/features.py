@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -27,8 +28,7 @@ from torch.utils.data import Dataset
 from ...gpu.varying_shapes import varying_shapes
 from ...runtime.target_loading import is_sharded
 from ..files import write_complete
-from ..loop.progress import Reporter
-from ..loss.candidates import likely_columns
+from ..progress import Reporter
 from .conversations import TokenizedConversation
 
 _SHARD = 32  # conversations per file; a killed run loses at most one file
@@ -37,6 +37,7 @@ _UNREAD = 8  # most positions behind what was read while an answer was written
 # Positions per forward, padding included. On CPUs a layer's activations should fit the caches: 16 chats, 3,270
 # positions in all, took 12.4 s instead of 16.7 by hand (SmolLM2, float32, 2 cores with AVX2).
 _READ_AT_ONCE, _READ_AT_ONCE_ON_CPU = 16384, 512
+_ROWS = 512  # of final states whose most probable tokens are computed at a time
 _FIELDS = ("input_ids", "answer_mask", "taps", "final")  # of `Features`, in a shard
 
 
@@ -50,7 +51,7 @@ class Features:
     # `[length, hidden]`, bfloat16, hidden states after the target's last norm, the input of its head
     final: torch.Tensor
     # `[length, n]`, int32, columns of the draft vocabulary that hold the target's most probable tokens after each
-    # position, see `candidates.likely_columns`; `None` where they are not kept
+    # position, see `likely_columns`; `None` where they are not kept
     likely: torch.Tensor | None = None
 
 
@@ -244,6 +245,19 @@ def read_features(
         ids, answers = conversation.input_ids.to(device), conversation.answer_mask.to(device)
         features.append(Features(ids, answers, taps, kept[last].contiguous()))
     return features
+
+
+@torch.no_grad()
+def likely_columns(states: torch.Tensor, head: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the columns of the target's most probable tokens: `[N, count]`, int32.
+
+    Args:
+        states: `[N, D]`, final hidden states of the target.
+        head: `[V', D]`, its output rows of the draft vocabulary.
+    """
+    count = min(count, len(head))
+    parts = [F.linear(part.to(head.dtype), head).topk(count, sorted=False).indices for part in states.split(_ROWS)]
+    return torch.cat(parts).to(torch.int32)
 
 
 class LikelyTokens:

@@ -23,7 +23,7 @@ from ..._version import __version__
 from ...core.methods import load
 from ...runtime.target_loading import is_sharded
 from ..files import RowFolder
-from ..loop.progress import Reporter
+from ..progress import Reporter
 from .conversations import (
     Conversation,
     Message,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...hub.model_card import circumstances
 from ..files import write_complete
-from ..loop.progress import Stage
+from ..progress import Stage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

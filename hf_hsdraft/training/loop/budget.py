@@ -1,4 +1,4 @@
-"""A run by the clock: a part of its time is for answers; training ends when none is left."""
+"""A run by the clock: a part of its time is for answers; training ends when none is left. And how far it is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ..files import read_kept, write_json
+from ..progress import Stage, figures_in_words
 
 ANSWERS, FIRST_ANSWERS = 0.3, 0.2  # shares of the time: for all answers, or for those that a stream begins with
 _LEAST_TRAINING = 0.1  # share that training gets even if all before it took longer
@@ -161,3 +162,32 @@ class TimeBudget(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         names = ("spent", "evaluation_seconds", "measured", "ended")
         return {"args": {"minutes": self.minutes}, "attributes": {name: getattr(self, name) for name in names}}
+
+
+class TrainingProgress(TrainerCallback):
+    """Reports to a stage how far the Trainer is, in minutes with a time budget, and its last figures, tau included."""
+
+    def __init__(self, stage: Stage, budget: TimeBudget | None = None) -> None:
+        self._stage, self._budget = stage, budget
+
+    def _note(self, state: Any, *further: str) -> str:
+        history: list[dict[str, Any]] = state.log_history[::-1]  # that of earlier runs included
+        loss, tau = (next((each for each in history if name in each), None) for name in ("loss", "eval_tau"))
+        found = [f"step {state.global_step:,}"] * (self._budget is not None) + [figures_in_words(loss) if loss else ""]
+        found += [f"tau {tau['eval_tau']:.2f} at step {tau['step']:,}"] if tau else []
+        return ", ".join(filter(None, [*found, *further]))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._budget is None:
+            self._stage.start(state.max_steps, state.global_step)
+        else:
+            self._stage.start(self._budget.minutes, self._budget.spent / 60)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        done = state.global_step if self._budget is None else self._budget.spent / 60
+        self._stage.advance(done, self._note(state))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stage.advanced and self._stage.total is not None and self._stage.done < self._stage.total:
+            why = "ended early" if self._budget is None else "the rest is for the last evaluation and saving"
+            self._stage.advance(self._stage.done, self._note(state, why))

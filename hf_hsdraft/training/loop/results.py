@@ -24,8 +24,8 @@ from ..evaluate.pictures import draw_pictures
 from ..families.family import TrainableFamily
 from ..files import write_json
 from ..loss.objectives import OBJECTIVES
+from ..progress import Reporter
 from .arguments import DrafterTrainingArguments
-from .progress import Reporter
 from .run_folder import ended_untrained
 from .trainer import DrafterTrainer
 

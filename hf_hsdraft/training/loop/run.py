@@ -32,10 +32,10 @@ from ..data.vocabulary import answer_counts, with_draft_vocabulary
 from ..families.family import TrainableFamily
 from ..families.trainable import family_for
 from ..files import disk_full, is_disk_full
+from ..progress import Reporter
 from . import run_folder as folder
 from .arguments import DrafterTrainingArguments
-from .budget import ANSWERS, FIRST_ANSWERS, TimeBudget
-from .progress import Reporter, TrainingProgress
+from .budget import ANSWERS, FIRST_ANSWERS, TimeBudget, TrainingProgress
 from .results import RenewedPictures, name_data_set, publish, save, saved, untrained, what_is_computed
 from .start import (
     check_learning,

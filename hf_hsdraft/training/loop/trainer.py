@@ -33,9 +33,9 @@ from ..loss.candidates import Candidates
 from ..loss.chains import DATA_POLICIES, Pack, PolicyStep, true_labels, unroll
 from ..loss.loss import CHUNK_LOGITS, WEIGHTINGS, ChainLoss, LossParts
 from ..loss.objectives import WHOLE_LOSSES, objective_of
+from ..progress import Reporter, figures_in_words
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
-from .progress import Reporter, figures_in_words
 from .start import check_learning
 
 _BINS = 10  # of confidence

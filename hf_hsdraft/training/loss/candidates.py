@@ -13,10 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 _POWER = 0.75  # of frequencies in the sample: rare tokens are drawn more often than they occur
-_ROWS = 512  # of hidden states whose logits are computed at a time
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,3 @@ class Candidates:
         sure, others = torch.nonzero(known).squeeze(-1), torch.nonzero(drawn & ~known).squeeze(-1)
         weight = torch.cat([self.inclusion.new_zeros(len(sure)), -self.inclusion[others].log()])
         return Columns(torch.cat([sure, others]), weight, len(sure))
-
-
-@torch.no_grad()
-def likely_columns(states: torch.Tensor, head: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the columns of the target's most probable tokens: `[N, count]`, int32.
-
-    Args:
-        states: `[N, D]`, final hidden states of the target.
-        head: `[V', D]`, its output rows of the draft vocabulary.
-    """
-    count = min(count, len(head))
-    parts = [F.linear(part.to(head.dtype), head).topk(count, sorted=False).indices for part in states.split(_ROWS)]
-    return torch.cat(parts).to(torch.int32)

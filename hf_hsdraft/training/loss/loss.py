@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 from ...core.methods import Registry
 from ...drafters.base.target_weights import TargetWeights
+from ..data.features import likely_columns
 from ..families.family import TrainableFamily
 from ..families.trainable import family_of
-from .candidates import Candidates, Columns, likely_columns
+from .candidates import Candidates, Columns
 from .chains import ChainLabels
 from .objectives import Objective
 

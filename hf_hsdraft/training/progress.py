@@ -7,16 +7,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from transformers import TrainerCallback
-
-from ...core.forks import new_lock
+from ..core.forks import new_lock
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from .budget import TimeBudget
 
 EVERY = 20.0  # seconds
 
@@ -141,35 +137,6 @@ class Reporter:
                 self._bars.stop()
         if stage.advanced:
             self._say(stage.line(ended=True))
-
-
-class TrainingProgress(TrainerCallback):
-    """Reports to a stage how far the Trainer is, in minutes with a time budget, and its last figures, tau included."""
-
-    def __init__(self, stage: Stage, budget: TimeBudget | None = None) -> None:
-        self._stage, self._budget = stage, budget
-
-    def _note(self, state: Any, *further: str) -> str:
-        history: list[dict[str, Any]] = state.log_history[::-1]  # that of earlier runs included
-        loss, tau = (next((each for each in history if name in each), None) for name in ("loss", "eval_tau"))
-        found = [f"step {state.global_step:,}"] * (self._budget is not None) + [figures_in_words(loss) if loss else ""]
-        found += [f"tau {tau['eval_tau']:.2f} at step {tau['step']:,}"] if tau else []
-        return ", ".join(filter(None, [*found, *further]))
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._budget is None:
-            self._stage.start(state.max_steps, state.global_step)
-        else:
-            self._stage.start(self._budget.minutes, self._budget.spent / 60)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        done = state.global_step if self._budget is None else self._budget.spent / 60
-        self._stage.advance(done, self._note(state))
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._stage.advanced and self._stage.total is not None and self._stage.done < self._stage.total:
-            why = "ended early" if self._budget is None else "the rest is for the last evaluation and saving"
-            self._stage.advance(self._stage.done, self._note(state, why))
 
 
 _TRAINING = {"loss": "loss {:.3f}", "accuracy_1": "first depth right {:.0%}", "tokens_per_second": "{:,.0f} tokens/s"}
