@@ -6,7 +6,7 @@ r"""Compares drafting in vLLM with drafting in `generate()`: the same texts, and
 vLLM decodes in a separate process, without a drafter and with each, one request at a time and several at once.
 `generate()` decodes the same prompts here with chains of the same length. Both decode greedily.
 
-`TUNING.likely_columns` is overridden: `generate()` considers only the likeliest tokens of a draft, vLLM all.
+`LIKELY_COLUMNS` is overridden: `generate()` considers only the likeliest tokens of a draft, vLLM all.
 """
 
 from __future__ import annotations
@@ -65,14 +65,16 @@ def by_vllm(
 @contextlib.contextmanager
 def all_columns() -> Iterator[None]:
     """Inside, `generate()` looks at all tokens of a draft, as vLLM does."""
-    from hf_hsdraft.core.tuning import TUNING
+    from unittest.mock import patch
 
-    before = TUNING.likely_columns
-    object.__setattr__(TUNING, "likely_columns", 2**30)
-    try:
+    from hf_hsdraft.drafters.base import tree_session
+    from hf_hsdraft.drafters.block import drafter
+    from hf_hsdraft.drafters.hidden_state import quick_weights
+
+    with contextlib.ExitStack() as stack:
+        for module in (tree_session, drafter, quick_weights):
+            stack.enter_context(patch.object(module, "LIKELY_COLUMNS", 2**30))
         yield
-    finally:
-        object.__setattr__(TUNING, "likely_columns", before)
 
 
 def by_generate(target: Any, drafter: Any, prompts: Sequence[list[int]], max_new_tokens: int, length: int) -> Chains:

@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # there is one worker for each core
@@ -26,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_hsdraft import HSDraftConfig, HSDrafter, harmless
-from hf_hsdraft.core.tuning import Tuning
 from hf_hsdraft.cpu.small_weights import KERNEL
 
 gc.disable()  # until all tests are imported: what imports make stays
@@ -211,10 +209,12 @@ def tuned(monkeypatch):
     """A function that gives tuned numbers other values, in every module that reads them, for one test."""
 
     def change(**values):
-        for name, module in list(sys.modules.items()):
-            if name.startswith("hf_hsdraft.") and isinstance(getattr(module, "TUNING", None), Tuning):
-                known = {name: value for name, value in values.items() if hasattr(module.TUNING, name)}
-                monkeypatch.setattr(module, "TUNING", replace(module.TUNING, **known))
+        modules = [module for name, module in list(sys.modules.items()) if name.startswith("hf_hsdraft.")]
+        for number, value in values.items():
+            readers = [module for module in modules if number.upper() in vars(module)]
+            assert readers, number
+            for module in readers:
+                monkeypatch.setattr(module, number.upper(), value)
 
     return change
 

@@ -12,7 +12,7 @@ from oracles.forced_drafter import ForcedDrafter, let_count, pattern
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_hsdraft.bench.run import padded_batches
-from hf_hsdraft.core.tuning import TUNING
+from hf_hsdraft.drafters.base.draft_options import BATCH_SHARE
 from hf_hsdraft.drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
@@ -96,7 +96,7 @@ def with_nodes(drafter: Any, nodes: int, rows: int) -> None:
     """Lets a drafter draft a fixed number of nodes for each of `rows` texts, without n-grams."""
     options = drafter.generation_config
     # Rows of a batch share a part of the option's nodes.
-    options.tree_size = nodes if rows == 1 else math.ceil(nodes * rows / TUNING.batch_share)
+    options.tree_size = nodes if rows == 1 else math.ceil(nodes * rows / BATCH_SHARE)
     options.tree_sizing, options.ngram_length, options.ngram_continuation = "fixed", 0, 0
 
 

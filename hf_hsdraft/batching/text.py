@@ -16,7 +16,7 @@ from ..core.cache_name import CACHE
 from ..core.draft_tree import DraftTree
 from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
-from ..core.tuning import TUNING
+from ..core.tuning import MOST_KNOWN
 from ..drafters.base.protocol import Accepted
 from ..engine.call_output import as_output, named_target
 from ..engine.decoded_texts import DecodedTexts
@@ -288,7 +288,7 @@ class Text:
         """The prompt's hidden states with the tokens that follow, for the drafter; `pick` selects its own."""
         ids, taps = self.decoded.ids.of(0)[0], pick(self._taps)
         self._taps = self._taps[:0]
-        places, known = torch.arange(self.root - len(taps), self.root), ids[:-1][-TUNING.most_known :].tolist()
+        places, known = torch.arange(self.root - len(taps), self.root), ids[:-1][-MOST_KNOWN:].tolist()
         return Accepted(row, [self.decoded.last_token(0)], taps, places, ids[-len(taps) :], known)
 
     @property

@@ -21,9 +21,9 @@ from rich.text import Text
 
 from .._version import __version__
 from ..bench.calls import processor
+from ..core.processors import LEAST_SHARE
 from ..core.progress import working
 from ..core.statistics import DraftStatistics
-from ..core.tuning import TUNING
 from ..runtime.misreading import first_divergence
 from ..runtime.prompt_inputs import encode_prompts, room_left
 from ..serve.conversation import PieceStreamer
@@ -143,7 +143,7 @@ class Trial:
         fair = [each.gain * each.drafted.forwards / each.drafted.tokens for each in self.tried]  # whatever was accepted
         slow = statistics.median(self.gains) < _WORSE
         shares = [each.drafted.statistics.processor_share for each in self.tried if each.drafted.statistics]
-        held_up = any((share or 1.0) < TUNING.least_share for share in shares)
+        held_up = any((share or 1.0) < LEAST_SHARE for share in shares)
         if wrong or max(fair) > _SPREAD * min(fair) or (slow and held_up):
             return "The timings are unreliable: the machine was busy."
         return "Drafting is slower than plain decoding here: do not use it on this machine." if slow else ""

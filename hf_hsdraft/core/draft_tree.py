@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from .methods import Registry
 from .tensors import on_device
-from .tuning import TUNING
+
+NGRAM_LEAST = 1e-3  # least probability of a path that gets a node - by hand
 
 
 @dataclass(frozen=True)
@@ -471,7 +472,7 @@ def grown_tree(
         width: most children of a node; 1 gives a chain, None is no limit.
         threshold: least probability of a path, 0 to 1.
     """
-    floor = math.log(max(threshold, TUNING.ngram_least))
+    floor = math.log(max(threshold, NGRAM_LEAST))
     nodes, paths = [(root, -1, 0, 0.0)], list[Path]([()])
     waiting: list[tuple[float, int, int, int]] = []  # heap of (cost, order of arrival, parent, token)
     arrivals = itertools.count()

@@ -14,7 +14,11 @@ from pathlib import Path, PurePosixPath
 import torch
 from transformers.utils import logging
 
-from .tuning import TUNING
+# Part of the processor time that threads wanted, below which a call that wanted so many seconds warns - by hand:
+# one other busy process on 2 cores leaves two threads 0.67, and idle compilers leave them more than 0.95.
+LEAST_SHARE = 0.85
+NOTICED_SECONDS = 1.0
+
 
 logger = logging.get_logger(__name__)
 
@@ -88,7 +92,7 @@ class ProcessorTime:
         if ran <= 0 or waited < 0:
             return None
         share = ran / (ran + waited)
-        if share < TUNING.least_share and ran + waited >= 1e9 * TUNING.noticed_seconds:
+        if share < LEAST_SHARE and ran + waited >= 1e9 * NOTICED_SECONDS:
             _warn_of_share(torch.get_num_threads(), share)
         return share
 

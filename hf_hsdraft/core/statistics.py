@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from .tuning import TUNING
+from .processors import LEAST_SHARE
 
 _SMALL = 0.3  # part of a round beyond a plain forward, below which acceptance is the limit
 _FEW = 1.5  # tokens of a round, below which it is the limit in any case
@@ -201,7 +201,7 @@ class DraftStatistics:
         sentences += chains
         if self.compiling:
             sentences.append("Layers were still being compiled in the background: later calls are faster.")
-        if self.processor_share is not None and self.processor_share < TUNING.least_share:
+        if self.processor_share is not None and self.processor_share < LEAST_SHARE:
             sentences.append(f"Its threads got only {self.processor_share:.0%} of the processor time that they wanted.")
         return " ".join(sentences)
 
@@ -253,7 +253,7 @@ class DraftStatistics:
 
     def _told_seconds(self) -> str:
         held_up = ""
-        if self.processor_share is not None and self.processor_share < TUNING.least_share:
+        if self.processor_share is not None and self.processor_share < LEAST_SHARE:
             held_up = f"; its threads got {self.processor_share:.0%} of the processor time that they wanted"
         parts = {part: getattr(self, f"{part}_seconds") for part in ("prefill", "draft", "verify", "commit")}
         if not any(parts.values()):

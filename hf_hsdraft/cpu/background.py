@@ -24,7 +24,11 @@ import torch
 
 from ..core.cache_folder import compiler_places, private_folder
 from ..core.processors import quota
-from ..core.tuning import TUNING
+
+# Seconds after which a compiler is taken for stuck, and bytes of its data beyond which it ends - by hand: at idle
+# priority it may take many times the minute that it takes alone.
+COMPILING_SECONDS = 3600.0
+COMPILING_BYTES = 2**32
 
 
 def start_compiler(
@@ -51,7 +55,7 @@ def start_compiler(
         needed = torch.get_num_threads() + 1
         often = "always" if len(os.sched_getaffinity(0)) >= needed else "idle"
         often = often if allowed is None or allowed >= needed else "seldom"
-        limits = str(TUNING.compiling_bytes), str(TUNING.compiling_seconds)
+        limits = str(COMPILING_BYTES), str(COMPILING_SECONDS)
         command = [sys.executable, "-I", str(Path(__file__).with_name("yielding.py")), *limits, often, *command]
     try:
         given = request()
@@ -114,7 +118,7 @@ def _next_turn() -> int | None:
 def _hand_over(process: subprocess.Popen[bytes], request: bytes) -> None:
     """Writes the request, and waits for the process, so that none is left behind."""
     try:
-        process.communicate(request, timeout=TUNING.compiling_seconds)
+        process.communicate(request, timeout=COMPILING_SECONDS)
     except subprocess.TimeoutExpired:
         _end(process)
         process.wait()

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..core.stand_ins import standing_in
-from ..core.tuning import TUNING
 from .grouped_attention import is_in_place
 from .known_layers import KnownLayers
 from .layer_form import MASK, Form, arguments_of, cache_of, form_of
@@ -27,6 +26,11 @@ from .layer_programs import Entry, Program, entry_of
 from .packed_weights import joined_product
 from .small_weights import KERNEL
 from .whole_layers import Chain, Group, Nothing, Watch, are_close, chains_of
+
+# Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
+COMPILED_LEAST_NUMBERS = 2**16
+# Number of kinds of layers beyond which a target is not compiled - by hand: each takes a compiler's time.
+MOST_KINDS_OF_LAYERS = 4
 
 
 def _nothing() -> None:
@@ -63,9 +67,9 @@ class CompiledLayers:
         if asked_for is False or sys.platform != "linux" or not layers:
             return
         known = KnownLayers.of(layers, target)
-        if not known.largest or not (asked_for or known.largest >= TUNING.compiled_least_numbers):
+        if not known.largest or not (asked_for or known.largest >= COMPILED_LEAST_NUMBERS):
             return
-        if len(set(known.descriptions.values())) > TUNING.most_kinds_of_layers:
+        if len(set(known.descriptions.values())) > MOST_KINDS_OF_LAYERS:
             return
         for place, layer in enumerate(layers):
             if layer in known.descriptions:

@@ -24,11 +24,15 @@ from transformers.utils import logging
 
 from ..core.cache_folder import check_temporary_folders, is_own, private_folder
 from ..core.forks import new_lock, new_rlock
-from ..core.tuning import TUNING
-from .background import start_compiler
+from .background import COMPILING_SECONDS, start_compiler
 from .kernel_files import cpp_compiler
 from .layer_form import Form
 from .layer_operators import Step, running
+
+# Number of forwards in a process after which its layers are compiled - by hand: the compiler takes one core about a
+# minute, and a forward gets quicker by a third.
+COMPILING_FORWARDS = 100
+COMPILING_LOOKS = 8  # number of forwards between two looks for a program - by hand: a look takes 0.3 ms
 
 logger = logging.get_logger(__name__)
 METADATA = "hf_hsdraft"  # key in a compiled package
@@ -106,12 +110,12 @@ class Entry:
 
     def _advance(self, layer: nn.Module, form: Form, at_once: bool) -> bool:
         self._forwards += 1
-        if self._forwards % TUNING.compiling_looks != 1 and not at_once:
+        if self._forwards % COMPILING_LOOKS != 1 and not at_once:
             return False
         package = private_folder("layers") / f"{self.key}.pt2"
         if not is_own(package):
             if self._compiler is None:
-                if self._forwards < TUNING.compiling_forwards and not at_once:
+                if self._forwards < COMPILING_FORWARDS and not at_once:
                     return False
                 able = sys.executable and cpp_compiler()
                 self.why_not = _reason(package) or ("" if able else "there is no C++ compiler")
@@ -119,7 +123,7 @@ class Entry:
                 if self._compiler is None:  # it has to wait for its turn, maybe for this very program
                     return False
             if at_once:
-                self._compiler.wait(TUNING.compiling_seconds)
+                self._compiler.wait(COMPILING_SECONDS)
             if self._compiler.poll() is None:
                 return False
             if not is_own(package):

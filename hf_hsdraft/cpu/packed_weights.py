@@ -30,10 +30,21 @@ from torch import nn
 from ..core.forks import new_lock, new_rlock
 from ..core.stand_ins import in_use, is_compiled, standing_in
 from ..core.tensors import is_unhooked
-from ..core.tuning import TUNING
 from .gguf_blocks import copy_of_blocks, has_blocks
 from .private_operators import can_pack, packed_copy, packed_product
 from .small_weights import KERNEL, SmallCopy, joined, quantised_parts, small_copy
+
+PACKED_ROWS = 16  # number of rows that the layout is chosen for - by hand
+# Number of products by copies of one size, and as many by weights, that are timed before the quicker way is taken
+# - by hand: two forwards of 30 layers.
+RACED_PRODUCTS = 30
+# Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
+PACKED_LEAST_NUMBERS = 2**16
+# Number of rows up to which quantised weights are multiplied as such; more take unpacked weights
+# - measured by small_products.py --rows 64,96,128, AMD EPYC without AMX: Q4_1 took 54, 81 and 108 ms, bfloat16
+# weights 62, 87 and 104; in float32, 96 rows took 0.74 of the time. Packed copies are quicker, and take memory.
+SMALL_ROWS = 96
+PACKED_BYTES = 2**31  # number of bytes of all copies in the process, unless they are asked for - by hand
 
 
 def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
@@ -56,9 +67,9 @@ def _wanted(linears: list[nn.Linear], asked_for: bool | None) -> list[nn.Linear]
     """The layers to pack among all that can be."""
     if asked_for is not None:
         return linears if asked_for else []
-    linears = [linear for linear in linears if linear.weight.numel() >= TUNING.packed_least_numbers]
+    linears = [linear for linear in linears if linear.weight.numel() >= PACKED_LEAST_NUMBERS]
     size = sum(linear.weight.numel() * linear.weight.element_size() for linear in linears)
-    return linears if size <= TUNING.packed_bytes else []
+    return linears if size <= PACKED_BYTES else []
 
 
 def packed_now(target: nn.Module) -> list[nn.Linear]:
@@ -112,7 +123,7 @@ def _copy_of(weights: Sequence[torch.Tensor]) -> _Copy | None:
     if whole is not None or any(quantised_parts(weight) is not None for weight in weights):
         return whole
     dense = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-    return packed_copy(dense, TUNING.packed_rows)
+    return packed_copy(dense, PACKED_ROWS)
 
 
 def _stamps_of(weights: Sequence[torch.Tensor]) -> list[tuple[int, int | None]]:
@@ -157,7 +168,7 @@ class _Race:
     def note(self, by_copy: bool, seconds: float) -> None:
         self._seconds[by_copy].append(seconds)
         self.by_copy = not by_copy
-        if min(map(len, self._seconds.values())) >= TUNING.raced_products:
+        if min(map(len, self._seconds.values())) >= RACED_PRODUCTS:
             medians = {way: statistics.median(each) for way, each in self._seconds.items()}
             self.by_copy, self.decided = medians[True] <= medians[False], True
 
@@ -214,7 +225,7 @@ class PackedWeight:
         if self._copy is not None and usual and x.numel():
             if not isinstance(self._copy, SmallCopy):
                 return self._quicker_product(x, self._copy, bias)
-            if x.numel() <= TUNING.small_rows * x.shape[-1]:
+            if x.numel() <= SMALL_ROWS * x.shape[-1]:
                 return self._copy(x, bias)
         return self._own_product(x, bias)
 
@@ -229,7 +240,7 @@ class PackedWeight:
     def _quicker_product(self, x: torch.Tensor, copy: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """By the copy, unless products of so many rows take longer by it on this processor."""
         rows = x.numel() // x.shape[-1]
-        rows = rows if rows <= TUNING.packed_rows else -rows.bit_length()  # a class of sizes
+        rows = rows if rows <= PACKED_ROWS else -rows.bit_length()  # a class of sizes
         race = _races[x.dtype, self.size, len(self._weights), rows]
         by_copy, begin = race.by_copy, 0.0 if race.decided else time.perf_counter()
         output = packed_product(x, copy, bias) if by_copy else self._own_product(x, bias)
@@ -378,7 +389,7 @@ class PackedWeights:
         linears = linears_to_pack(target, asked_for)
         with _sharing:
             packed = cls(linears)  # nothing is copied yet
-            fits = asked_for or sum(copy.size for copy in _alive) <= TUNING.packed_bytes
+            fits = asked_for or sum(copy.size for copy in _alive) <= PACKED_BYTES
             return packed if linears and fits else None
 
     def join(self, groups: Iterable[tuple[nn.Linear, ...]]) -> bool:

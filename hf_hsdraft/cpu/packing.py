@@ -22,10 +22,20 @@ from typing import Any
 import torch
 
 from ..core.forks import new_rlock
-from ..core.tuning import TUNING
 from .gguf_blocks import file_of
 from .packed_weights import PackedWeights, linears_to_pack
 from .small_weights import KERNEL
+
+PACKING_FORWARDS = 3.0  # number of plain forwards that packing takes as long as - measured: 3 to 7
+# Part of a plain forward that packed weights save, in bfloat16, in float32, and by a GGUF file's blocks
+# - measured on an AMD EPYC, SmolLM2-135M: 0.2, 0.1 and 0.7.
+PACKING_SAVES = 0.2
+PACKING_SAVES_FLOAT32 = 0.1
+PACKING_SAVES_BLOCKS = 0.5
+# How many times as much has to be lost before a call packs that is too short to win it back - by hand.
+PACKING_PATIENCE = 5.0
+# Number of tokens that a call may still emit, for which comparing the weights pays - by hand.
+PACKING_LEAST_ROOM = 8
 
 
 @dataclass
@@ -38,9 +48,9 @@ class _Stock:
 
     def pays(self, saves: float, room: int) -> bool:
         """Whether to pack now: that saves a part of a plain forward, and the call may emit `room` tokens more."""
-        lost, cost = saves * self.forwards, TUNING.packing_forwards
+        lost, cost = saves * self.forwards, PACKING_FORWARDS
         wins_back = room * lost >= cost * self.tokens
-        return lost >= cost * (1.0 if wins_back else TUNING.packing_patience)
+        return lost >= cost * (1.0 if wins_back else PACKING_PATIENCE)
 
 
 _stocks: weakref.WeakKeyDictionary[Any, _Stock] = weakref.WeakKeyDictionary()
@@ -77,8 +87,8 @@ class Packing:
     @property
     def _saves(self) -> float:
         if self._has_blocks and KERNEL.operators() is not None:
-            return TUNING.packing_saves_blocks
-        return TUNING.packing_saves if self._target.dtype == torch.bfloat16 else TUNING.packing_saves_float32
+            return PACKING_SAVES_BLOCKS
+        return PACKING_SAVES if self._target.dtype == torch.bfloat16 else PACKING_SAVES_FLOAT32
 
     def begin(self, room: int) -> bool:
         """Takes earlier calls' copies, or packs if that was asked for; returns whether this call packs.
@@ -94,7 +104,7 @@ class Packing:
             stock = _stocks.setdefault(self._target, _Stock())
             if stock.copies is None:
                 return stock.pays(self._saves, room) and self._pack()
-            if room < TUNING.packing_least_room:
+            if room < PACKING_LEAST_ROOM:
                 self._settled = True
                 return False
             if stock.copies.serve(self._target, None):

@@ -16,10 +16,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..core.tensors import RMSNorm, Transform, is_unhooked, side_by_side
-from ..core.tuning import TUNING
-from .packed_weights import PackedWeight, has_kernel
+from .packed_weights import SMALL_ROWS, PackedWeight, has_kernel
 from .private_operators import can_multiply_in_8_bits, product_in_8_bits
 from .small_weights import KERNEL, SmallCopy, fits, in_int8
+
+ROWS_IN_8_BITS = 8  # number of rows that 8-bit weights are multiplied by - by hand: a default beam has so many
+# The same of a large weight, a head, that has a packed copy; and the number of numbers that makes it large
+# - by hand: a head of 10 million numbers took 1.1 ms for one row by 8 bits, 2.0 for six, 0.8 packed.
+LARGE_ROWS_IN_8_BITS = 2
+LARGE_WEIGHT = 2**22
+PRODUCT_ROWS = 64  # number of rows that a packed copy is multiplied by - by hand: the rows of several texts
+PRODUCT_BYTES = 2**27  # number of bytes of a weight that gets a packed copy - by hand
+ROWS_ROUNDED = 4096  # number of rows of a weight that are brought to 8 bits at once - by hand
 
 _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits", default=True)
 
@@ -52,21 +60,21 @@ class Product:
         small = _in_8_bits(self.weight)
         self._by_kernel = None if small is None else _for_kernel(*small)
         self._small = small if weight.dtype == torch.bfloat16 else None  # torch's own product takes no other
-        self._few = TUNING.rows_in_8_bits if weight.numel() < TUNING.large_weight else TUNING.large_rows_in_8_bits
+        self._few = ROWS_IN_8_BITS if weight.numel() < LARGE_WEIGHT else LARGE_ROWS_IN_8_BITS
         if self._by_kernel is not None and (self._small is None or self._by_kernel.operators.is_quick()):
-            self._few = TUNING.small_rows
-        packs = self.weight.numel() * self.weight.element_size() <= TUNING.product_bytes and has_kernel(self.weight)
+            self._few = SMALL_ROWS
+        packs = self.weight.numel() * self.weight.element_size() <= PRODUCT_BYTES and has_kernel(self.weight)
         self._packed = PackedWeight(self.weight) if _rounding.get() and packs else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = 0 if torch.is_grad_enabled() and x.requires_grad else _rows(x)
-        if 0 < rows <= (self._few if self._packed else TUNING.rows_in_8_bits):
+        if 0 < rows <= (self._few if self._packed else ROWS_IN_8_BITS):
             if self._by_kernel is not None and self._is_plain(x):
                 return self._by_kernel(x, self.bias)
             if self._small is not None:
                 y = _times_8_bits(x, *self._small)
                 return y if self.bias is None else y + self.bias
-        if self._packed is not None and 0 < rows <= TUNING.product_rows and self._is_plain(x):
+        if self._packed is not None and 0 < rows <= PRODUCT_ROWS and self._is_plain(x):
             return self._packed(x, self.bias)
         return F.linear(x, self.weight, self.bias)
 
@@ -127,8 +135,8 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
     least = torch.finfo(torch.bfloat16).tiny
     scales = (weight.abs().amax(dim=1).float() / 127).clamp(min=least).to(weight.dtype)
     small = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
-    for first in range(0, len(weight), TUNING.rows_rounded):  # in float32, a whole head would be large
-        rows = slice(first, first + TUNING.rows_rounded)
+    for first in range(0, len(weight), ROWS_ROUNDED):  # in float32, a whole head would be large
+        rows = slice(first, first + ROWS_ROUNDED)
         small[rows] = (weight[rows].float() / scales[rows, None].float()).round_()
     return small, scales
 

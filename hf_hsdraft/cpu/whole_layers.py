@@ -22,12 +22,14 @@ from transformers.activations import ACT2FN
 from transformers.utils import output_capturing
 
 from ..core.stand_ins import in_use
-from ..core.tuning import TUNING
 from .few_queries import attends
 from .grouped_attention import is_known, joins_heads
 from .layer_form import MASK, Form, arguments_of, cache_of, read_of
-from .packed_weights import PackedLinears
+from .packed_weights import SMALL_ROWS, PackedLinears
 from .small_weights import KERNEL, SmallCopy
+
+# By how many times the precision of their dtype two ways to sum may differ, relative to their size - by hand.
+ROUNDED_SUMS = 16.0
 
 Group = tuple[nn.Linear, ...]
 
@@ -99,7 +101,7 @@ def are_close(expected: torch.Tensor, found: torch.Tensor, entered: torch.Tensor
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     added = expected.float() - (entered.float() if entered.shape == expected.shape else 0.0)
-    largest = TUNING.rounded_sums * torch.finfo(expected.dtype).eps
+    largest = ROUNDED_SUMS * torch.finfo(expected.dtype).eps
     rounding = torch.finfo(expected.dtype).eps * expected.float().norm()
     return bool((expected.float() - found.float()).norm() <= largest * added.norm() + rounding)
 
@@ -349,7 +351,7 @@ class Chain:
         if not (plain and joint) or any(map(torch.Tensor.is_inference, weights)):  # these have no version
             return None
         self._weights = weights
-        self._most_rows = TUNING.small_rows if any(isinstance(copy, SmallCopy) for copy in copies) else sys.maxsize
+        self._most_rows = SMALL_ROWS if any(isinstance(copy, SmallCopy) for copy in copies) else sys.maxsize
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
     def _decoded(

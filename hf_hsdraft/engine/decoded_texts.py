@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import (
 
 from ..core.draft_tree import DraftTree
 from ..core.tensors import on_device
-from ..core.tuning import TUNING
+from ..core.tuning import SPARE_PART, SPARE_TOKENS
 from ..verify.foresight import Draws, Foresight
 from ..verify.verdict import Nodes, Verdict, Verifier, draw_token
 from .row_processors import RowProcessors
@@ -98,7 +98,7 @@ class TextIds:
 
     def _make_room(self, length: int) -> None:
         if length > self._room.shape[1] or self._given:
-            spare = TUNING.spare_tokens + length // TUNING.spare_part
+            spare = SPARE_TOKENS + length // SPARE_PART
             self._room = F.pad(self._room, (0, length + spare - self._room.shape[1])).long()
             self._given = False
 

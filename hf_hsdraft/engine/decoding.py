@@ -18,7 +18,7 @@ from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.statistics import DraftStatistics
 from ..core.tensors import device_of
-from ..core.tuning import TUNING
+from ..core.tuning import MOST_KNOWN
 from ..drafters.base.draft_options import DraftOptions, adapted
 from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..runtime.foreign_parts import why_untriable
@@ -315,7 +315,7 @@ def _news_of_prompts(
             known = known[attended[row, -len(known) :].to(known.device)]
         real = positions.real[row].nonzero().flatten()
         taps, places = target.own_taps(output.taps[row, real.to(output.taps.device)]), positions.prompt[row, real]
-        earlier, tokens = known[-TUNING.most_known :].tolist(), [texts.last_token(row)]
+        earlier, tokens = known[-MOST_KNOWN:].tolist(), [texts.last_token(row)]
         if inputs_embeds is not None and len(ids) <= count:
             after = inputs_embeds[row, inputs_embeds.shape[1] - count + 1 :]
             embeds = after[real[:-1].to(after.device)]

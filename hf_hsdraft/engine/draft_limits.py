@@ -13,13 +13,14 @@ from transformers.utils import logging
 
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
-from ..core.tuning import TUNING
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Call
 from ..runtime.findings import LEAST_DEPTH, STEPS, Finding, Size, find_out
 from ..runtime.module_hooks import experience_of
 from ..runtime.target_limits import furthest_read, refusal, slots_read_alike, why_drafts_end, why_in_step
-from ..runtime.target_runtime import TargetRuntime
+from ..runtime.target_runtime import TRIAL_ROOM, TargetRuntime
+
+TRIAL_NUMBERS = 2**24  # number of numbers of a target whose trial takes no time - measured
 
 logger = logging.get_logger(__name__)
 
@@ -245,10 +246,10 @@ def _wins_back(target: Any, room: int, least: int) -> bool:
     """
     if room <= STEPS + 1:
         return False
-    if room < least and sum(weight.numel() for weight in target.parameters()) >= TUNING.trial_numbers:
+    if room < least and sum(weight.numel() for weight in target.parameters()) >= TRIAL_NUMBERS:
         known = experience_of(target)
         known.untried += room
-        return known.untried >= TUNING.trial_room
+        return known.untried >= TRIAL_ROOM
     return True
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..core.draft_tree import DraftTree, Expansion, certainty, merge_trees
 from ..core.tensors import Transform, embedded_tokens, on_device
-from ..core.tuning import TUNING
+from ..core.tuning import MOST_PENDING
 from ..drafters.base.draft_options import NO_HISTORY, DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ..drafters.lookup.ngrams import NgramSession
@@ -165,7 +165,7 @@ class Drafting:
             return
         for each in late:
             self._waiting.setdefault(each.row, []).append(each)
-        if max(map(len, self._waiting.values()), default=0) >= TUNING.most_pending:  # nothing waits for long
+        if max(map(len, self._waiting.values()), default=0) >= MOST_PENDING:  # nothing waits for long
             self.catch_up()
 
     def catch_up(self) -> None:

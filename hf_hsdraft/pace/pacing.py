@@ -20,7 +20,7 @@ from operator import neg
 from typing import Any
 
 from ..core.draft_tree import DraftTree
-from ..core.tuning import TUNING, Assumption
+from . import tuning
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,21 @@ class Line:
     Later rounds weigh more. The two assumptions count as measurements, with more weight the smaller their spread.
     """
 
-    start: Assumption
-    each: Assumption
+    start: tuning.Assumption
+    each: tuning.Assumption
     _sums: tuple[float, ...] = (0.0,) * 5  # weighted sums of 1, units, units**2, cost, units * cost
 
     def add(self, units: int, cost: float) -> None:
         """Adds the cost of a round, clipped where it is far above the estimate: something disturbed such a round."""
         start, each = self.estimate()
-        cost = min(cost, TUNING.late_factor * (start + each * units) + TUNING.late_rounds)
+        cost = min(cost, tuning.LATE_FACTOR * (start + each * units) + tuning.LATE_ROUNDS)
         of_round = (1.0, units, units**2, cost, units * cost)
-        self._sums = tuple(TUNING.cost_fading * total + new for total, new in zip(self._sums, of_round, strict=True))
+        self._sums = tuple(tuning.COST_FADING * total + new for total, new in zip(self._sums, of_round, strict=True))
 
     def estimate(self) -> tuple[float, float]:
         """Returns `start` and `each`, neither negative."""
         weight, units, squares, costs, products = self._sums
-        start_weight, each_weight = ((TUNING.cost_noise / assumed.spread) ** 2 for assumed in (self.start, self.each))
+        start_weight, each_weight = ((tuning.COST_NOISE / assumed.spread) ** 2 for assumed in (self.start, self.each))
         weight, costs = weight + start_weight, costs + start_weight * self.start.value
         squares, products = squares + each_weight, products + each_weight * self.each.value
         each = max((weight * products - units * costs) / (weight * squares - units**2), 0.0)
@@ -72,8 +72,8 @@ class Line:
 class MeasuredCosts:
     """What the rounds of one kind of call cost: verifying by number of nodes, drafting by depth."""
 
-    verifying: Line = field(default_factory=lambda: Line(TUNING.tree_cost, TUNING.node_cost))
-    drafting: Line = field(default_factory=lambda: Line(TUNING.draft_cost, TUNING.depth_cost))
+    verifying: Line = field(default_factory=lambda: Line(tuning.TREE_COST, tuning.NODE_COST))
+    drafting: Line = field(default_factory=lambda: Line(tuning.DRAFT_COST, tuning.DEPTH_COST))
     plain: float | None = None  # seconds of a plain round, a running mean
     widest: int = 0  # nodes of the largest tree timed
     _plain_seconds: list[float] = field(default_factory=list)  # of the first few plain rounds
@@ -87,14 +87,14 @@ class MeasuredCosts:
         """
         if rows == 1:
             return cls()
-        node = TUNING.row_cost * rows / (1.0 + TUNING.row_cost * (rows - 1))
-        return cls(Line(TUNING.tree_cost, TUNING.node_cost.at(node)))
+        node = tuning.ROW_COST * rows / (1.0 + tuning.ROW_COST * (rows - 1))
+        return cls(Line(tuning.TREE_COST, tuning.NODE_COST.at(node)))
 
     def of_fewer(self, share: float) -> MeasuredCosts:
         """Returns the prior for rounds that read only this share of the rows."""
         costs = self.costs
-        verifying = Line(TUNING.tree_cost.at(costs.tree), TUNING.node_cost.at(costs.node * share))
-        drafting = Line(TUNING.draft_cost.at(costs.draft), TUNING.depth_cost.at(costs.depth))
+        verifying = Line(tuning.TREE_COST.at(costs.tree), tuning.NODE_COST.at(costs.node * share))
+        drafting = Line(tuning.DRAFT_COST.at(costs.draft), tuning.DEPTH_COST.at(costs.depth))
         return MeasuredCosts(verifying, drafting, widest=self.widest)
 
     @property
@@ -104,21 +104,21 @@ class MeasuredCosts:
     @property
     def most_nodes(self) -> int:
         """Greatest number of nodes to verify next. Trees grow in steps, so none costs far more than expected."""
-        return max(TUNING.first_nodes, TUNING.node_growth * self.widest)
+        return max(tuning.FIRST_NODES, tuning.NODE_GROWTH * self.widest)
 
     def wants_plain(self, rate: float) -> bool:
         """Returns whether to time a plain round next. At a high `rate` a rough time will do."""
         if self.plain is not None and self.plain <= 0.0:  # the clock is too coarse
             return False
         count = len(self._plain_seconds)
-        if count < TUNING.most_plain:
-            return count < TUNING.first_plain or self._since >= TUNING.between_plain
-        return self._since >= TUNING.plain_aged and rate < TUNING.hardly_faster
+        if count < tuning.MOST_PLAIN:
+            return count < tuning.FIRST_PLAIN or self._since >= tuning.BETWEEN_PLAIN
+        return self._since >= tuning.PLAIN_AGED and rate < tuning.HARDLY_FASTER
 
     def draft_time(self, depth: int, seconds: float) -> float:
         """Returns how long a draft took, in plain rounds; far above what is expected, something disturbed it."""
         expected = self.costs.drafting(depth)
-        latest = TUNING.late_factor * expected + TUNING.late_rounds
+        latest = tuning.LATE_FACTOR * expected + tuning.LATE_ROUNDS
         return min(max(seconds / self.plain, expected), latest) if self.plain and depth else expected
 
     def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
@@ -135,12 +135,12 @@ class MeasuredCosts:
             self.drafting.add(depth, draft_seconds / self.plain)
 
     def _add_plain(self, seconds: float) -> None:
-        if len(self._plain_seconds) < TUNING.most_plain:
+        if len(self._plain_seconds) < tuning.MOST_PLAIN:
             self._plain_seconds.append(seconds)
             self.plain = statistics.median(self._plain_seconds)
         else:
             assert self.plain is not None
-            self.plain += TUNING.plain_weight * (min(seconds, TUNING.latest_plain * self.plain) - self.plain)
+            self.plain += tuning.PLAIN_WEIGHT * (min(seconds, tuning.LATEST_PLAIN * self.plain) - self.plain)
 
 
 @dataclass
@@ -150,16 +150,16 @@ class Calibration:
     Tokens are counted in bins of that probability. While a bin has few, its prior comes from the totals of all bins.
     """
 
-    trials: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
-    hits: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
-    expected: float = TUNING.calibration_prior_right  # sum of the probabilities of all compared tokens
-    right: float = TUNING.calibration_prior_right  # number of right tokens
+    trials: list[float] = field(default_factory=lambda: [0.0] * (len(tuning.CALIBRATION_BINS) + 1))
+    hits: list[float] = field(default_factory=lambda: [0.0] * (len(tuning.CALIBRATION_BINS) + 1))
+    expected: float = tuning.CALIBRATION_PRIOR_RIGHT  # sum of the probabilities of all compared tokens
+    right: float = tuning.CALIBRATION_PRIOR_RIGHT  # number of right tokens
 
     def probability(self, log_prob: float) -> float:
         """Returns how often a token with this log-probability after its parent is right."""
         place = _bin(log_prob)
         assumed = min(math.exp(log_prob) * self.right / self.expected, 1.0)
-        prior = TUNING.calibration_prior
+        prior = tuning.CALIBRATION_PRIOR
         return (self.hits[place] + prior * assumed) / (self.trials[place] + prior)
 
     def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
@@ -171,14 +171,14 @@ class Calibration:
                 place = _bin(log_prob)
                 self.expected += math.exp(log_prob)
                 self.right += drafted == token
-                if self.trials[place] >= TUNING.calibration_most:  # texts change, so old tokens fade
+                if self.trials[place] >= tuning.CALIBRATION_MOST:  # texts change, so old tokens fade
                     self.trials[place], self.hits[place] = self.trials[place] / 2, self.hits[place] / 2
                 self.trials[place] += 1.0
                 self.hits[place] += drafted == token
             if token not in children[node]:
                 break
             node = children[node][token]
-        if self.expected > TUNING.calibration_most:
+        if self.expected > tuning.CALIBRATION_MOST:
             self.expected, self.right = self.expected / 2, self.right / 2
 
     def applied(self, tree: DraftTree) -> DraftTree:
@@ -192,8 +192,8 @@ class Calibration:
 
     def softened(self) -> Calibration:
         """Returns the counts with less weight, for another text."""
-        shares = [TUNING.calibration_kept / max(trials, TUNING.calibration_kept) for trials in self.trials]
-        share = TUNING.calibration_kept / max(self.expected, TUNING.calibration_kept)
+        shares = [tuning.CALIBRATION_KEPT / max(trials, tuning.CALIBRATION_KEPT) for trials in self.trials]
+        share = tuning.CALIBRATION_KEPT / max(self.expected, tuning.CALIBRATION_KEPT)
         return Calibration(
             [share * trials for share, trials in zip(shares, self.trials, strict=True)],
             [share * hits for share, hits in zip(shares, self.hits, strict=True)],
@@ -204,7 +204,7 @@ class Calibration:
 
 def _bin(log_prob: float) -> int:
     """Place of the first bin whose lower end is not above this; bins descend."""
-    return bisect_left(TUNING.calibration_bins, -log_prob, key=neg)
+    return bisect_left(tuning.CALIBRATION_BINS, -log_prob, key=neg)
 
 
 @dataclass
@@ -214,24 +214,24 @@ class Habits:
     calibration: Calibration
     gains: list[float]  # by depth: mean number of tokens that it adds, less the cost of verifying its nodes
     drafts: int = 0  # drafts behind `gains`
-    tokens: float = TUNING.first_tokens  # emitted in a round, mean
-    time: float = TUNING.first_time  # of a round, mean, in plain rounds
+    tokens: float = tuning.FIRST_TOKENS  # emitted in a round, mean
+    time: float = tuning.FIRST_TIME  # of a round, mean, in plain rounds
     accepted: float = 0.0  # drafted tokens accepted
     expected: float = 0.0  # drafted tokens expected to be accepted
-    saved: float = TUNING.first_saved  # plain rounds saved recently, less what drafting cost; see `CostPace`
+    saved: float = tuning.FIRST_SAVED  # plain rounds saved recently, less what drafting cost; see `CostPace`
     pause: int = 0  # rounds until the next trial
 
     @classmethod
     def assumed(cls, depth: int) -> Habits:
         """Returns the prior for a drafter's first text, or first batch."""
-        gains = [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)]
+        gains = [tuning.FIRST_GAIN * tuning.GAIN_RATIO**d for d in range(depth)]
         return cls(Calibration(), gains)
 
     def of_depth(self, depth: int) -> Habits:
         """Returns these habits for another depth. An unknown gain is a fixed part of the one before."""
         gains = self.gains[:depth]
         while len(gains) < depth:
-            gains.append(TUNING.unknown_gain_ratio * gains[-1] if gains else 0.0)
+            gains.append(tuning.UNKNOWN_GAIN_RATIO * gains[-1] if gains else 0.0)
         return replace(self, gains=gains)
 
     def for_another_text(self) -> Habits:
@@ -240,15 +240,15 @@ class Habits:
             self,
             calibration=self.calibration.softened(),
             gains=list(self.gains),
-            drafts=min(self.drafts, TUNING.kept_drafts),
-            accepted=TUNING.kept_trust * self.accepted,
-            expected=TUNING.kept_trust * self.expected,
+            drafts=min(self.drafts, tuning.KEPT_DRAFTS),
+            accepted=tuning.KEPT_TRUST * self.accepted,
+            expected=tuning.KEPT_TRUST * self.expected,
         )
 
     @property
     def trust(self) -> float:
         """Number of accepted tokens for each expected one."""
-        return min((self.accepted + TUNING.trust_prior) / (self.expected + TUNING.trust_prior), TUNING.most_trust)
+        return min((self.accepted + tuning.TRUST_PRIOR) / (self.expected + tuning.TRUST_PRIOR), tuning.MOST_TRUST)
 
     @property
     def rate(self) -> float:
@@ -308,7 +308,7 @@ class CostPace:
         if self._is_plain:
             return 0
         chosen = self._best_depth(certain)
-        if chosen or certain > TUNING.certain:
+        if chosen or certain > tuning.CERTAIN:
             return chosen
         if habits.saved < self.costs.drafting(1):  # no trials in debt
             return 0
@@ -317,14 +317,14 @@ class CostPace:
             return 0
         # The text may have changed, so what was accepted and expected before counts half.
         habits.accepted, habits.expected = habits.accepted / 2, habits.expected / 2
-        self._waited, self._pause = 0, min(max(2 * self._pause, TUNING.first_pause), TUNING.longest_pause)
+        self._waited, self._pause = 0, min(max(2 * self._pause, tuning.FIRST_PAUSE), tuning.LONGEST_PAUSE)
         habits.pause = self._pause
         return min(1, self._depth)
 
     @property
     def _least_worth(self) -> float:
         """How many times its cost a draft has to promise."""
-        return 1.0 + TUNING.worth_of_debt * max(-self.habits.saved, 0.0)
+        return 1.0 + tuning.WORTH_OF_DEBT * max(-self.habits.saved, 0.0)
 
     def _best_depth(self, certain: float) -> int:
         """Returns the depth that gains most; 0 where none gains."""
@@ -363,15 +363,15 @@ class CostPace:
     def _note_gains(self, trees: Sequence[DraftTree], depth: int) -> None:
         habits, count, gains = self.habits, len(trees), self._gains(trees, depth)
         habits.drafts += count
-        weight = max(1.0 - TUNING.pace_fading**count, count / (habits.drafts + 1))  # the first few drafts count alike
+        weight = max(1.0 - tuning.PACE_FADING**count, count / (habits.drafts + 1))  # the first few drafts count alike
         known = habits.gains
         for level in range(len(known)):
             if level < depth:
                 known[level] += weight * (gains[level] - known[level])
             elif level > 0:  # not drafted: extrapolated from the two depths before
                 before = known[level - 2] if level > 1 else 0.0
-                ratio = known[level - 1] / before if before else TUNING.unknown_gain_ratio
-                known[level] = known[level - 1] * min(ratio, TUNING.most_gain_ratio)
+                ratio = known[level - 1] / before if before else tuning.UNKNOWN_GAIN_RATIO
+                known[level] = known[level - 1] * min(ratio, tuning.MOST_GAIN_RATIO)
         if sum(gains) > habits.rate * self.costs.drafting(depth):
             self._pause = habits.pause = 0
 
@@ -436,17 +436,17 @@ class CostPace:
         if self.measured is not None and forward_seconds is not None:
             self.measured.add(nodes, forward_seconds, depth, draft_seconds)
         if nodes:
-            habits.accepted = TUNING.pace_fading * habits.accepted + mean - 1.0
-            habits.expected = TUNING.pace_fading * habits.expected + self._promised
+            habits.accepted = tuning.PACE_FADING * habits.accepted + mean - 1.0
+            habits.expected = tuning.PACE_FADING * habits.expected + self._promised
         self._promised = 0.0
         time = 1.0 + costs.verifying(nodes) + costs.drafting(depth)
         lost = time
         if self._batch and self.measured is not None:  # a first draft reads the prompts too
             lost += self.measured.draft_time(depth, draft_seconds) - costs.drafting(depth)
-        most = TUNING.batch_most_saved if self._batch else TUNING.most_saved
-        habits.saved = min(habits.saved + progress - lost + TUNING.allowed_loss, most)
+        most = tuning.BATCH_MOST_SAVED if self._batch else tuning.MOST_SAVED
+        habits.saved = min(habits.saved + progress - lost + tuning.ALLOWED_LOSS, most)
         if not self._is_plain:  # a plain round shows nothing about drafting
-            newest = 1.0 - TUNING.pace_fading
+            newest = 1.0 - tuning.PACE_FADING
             habits.tokens += newest * (progress - habits.tokens)
             habits.time += newest * (time - habits.time)
 

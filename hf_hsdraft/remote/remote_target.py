@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.draft_tree import DraftTree
-from ..core.tuning import TUNING
+from ..core.tuning import MOST_KNOWN
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted as News
 from ..drafters.base.protocol import Call, Drafter
@@ -79,7 +79,7 @@ class RemoteTarget:
         self._waits = False  # for an answer
 
     def open(self) -> News:
-        earlier = self.tokens[-TUNING.most_known :]
+        earlier = self.tokens[-MOST_KNOWN:]
         news = self._persistently(lambda: self._opened(self._opening.taps_from))
         self.statistics.prompt_received = self.statistics.received
         return replace(news, earlier=earlier)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..core.checks import demand
-from ..core.tuning import TUNING
+from ..core.tuning import SPARE_PART, SPARE_TOKENS
 from .messages import MOST_LENGTH, MOST_NODES, Accepted, Refused
 from .verified_text import VerifiedText
 
@@ -99,7 +99,7 @@ class Sessions:
     def open(self, text: VerifiedText, holder: object) -> ServedSession:
         """Adds a text; raises `Overloaded` if there is no room now, or a ValueError if it exceeds the limits."""
         tokens = text.most_tokens()
-        size = (tokens + TUNING.spare_tokens + tokens // TUNING.spare_part) * self.token_bytes  # with spare room
+        size = (tokens + SPARE_TOKENS + tokens // SPARE_PART) * self.token_bytes  # with spare room
         size += 2 * min(tokens, self.limits.piece) * text.position_bytes  # of a piece, as read and as sent
         if size > self.limits.max_bytes:
             raise ValueError(

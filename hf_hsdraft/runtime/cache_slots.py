@@ -21,8 +21,10 @@ from transformers.cache_utils import (
 )
 
 from ..core.refusals import DraftingRefused
-from ..core.tuning import TUNING
+from ..core.tuning import SPARE_PART, SPARE_TOKENS
 from .static_cache import StaticSlots
+
+LAYERS_TOGETHER = 8  # number of layers whose keys grow together - by hand
 
 
 class _Buffer:
@@ -40,7 +42,7 @@ class _Buffer:
     def room(self, layer: int, held: torch.Tensor, length: int) -> torch.Tensor:
         """A layer's part, with at least `length` slots, which begins with `held`."""
         rows, heads, filled, size = held.shape
-        form, spare = (held.dtype, held.device, heads, size), TUNING.spare_tokens + length // TUNING.spare_part
+        form, spare = (held.dtype, held.device, heads, size), SPARE_TOKENS + length // SPARE_PART
         if rows > 1:  # apart: some attention takes rows and heads as one axis
             room = held.new_empty(rows, heads, length + spare, size)
             room[:, :, :filled] = held
@@ -145,8 +147,8 @@ def make_room(cache: Cache) -> None:
             form = [(each[..., :0, :].shape, each.dtype, each.device) for each in states if each is not None]
             alike.setdefault(tuple(form) or index, []).append(index)
     for places in alike.values():
-        for begin in range(0, len(places), TUNING.layers_together):  # fewer take less memory while they grow
-            some = places[begin : begin + TUNING.layers_together]
+        for begin in range(0, len(places), LAYERS_TOGETHER):  # fewer take less memory while they grow
+            some = places[begin : begin + LAYERS_TOGETHER]
             for index, layer in zip(some, GrowingLayer.of([cache.layers[index] for index in some]), strict=True):
                 cache.layers[index] = layer
 

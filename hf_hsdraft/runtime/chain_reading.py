@@ -21,8 +21,10 @@ from transformers.generation.candidate_generator import (
 from ..core.cache_name import given_cache, returned_cache
 from ..core.draft_tree import DraftTree
 from ..core.stand_ins import StandIn, standing_in
-from ..core.tuning import TUNING
 from .tree_reading import TOKEN_TYPES, TargetCall
+
+# Number of tokens that recurrent layers read again with the next drafts, before they get a forward - by hand.
+MOST_UNREAD = 12
 
 
 def read_chains(
@@ -36,7 +38,7 @@ def read_chains(
     """
     if any(list(tree.parents) != list(range(-1, len(tree) - 1)) for tree in trees):
         raise ValueError("a tree that branches was drafted for a target that reads chains only")
-    if call.unread > TUNING.most_unread:
+    if call.unread > MOST_UNREAD:
         catch_up(call, input_ids[:, :-1])
         call.entered = None
     call.marked = (call.entered or call.slots.mark()) if call.slots.recurrent else None

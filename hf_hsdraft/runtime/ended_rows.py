@@ -16,10 +16,12 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of
-from ..core.tuning import TUNING
 from .cache_slots import GrowingLayer
 from .module_hooks import has_foreign_hooks
 from .tree_reading import AttentionKind, TargetCall, TextRows, TreeBatch, commit_trees, read_batch
+
+# Number of tokens of padding in a forward at the end of a call whose cache outlives it - by hand.
+PADDING_COLUMNS = 32
 
 
 def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str], cache: Any) -> bool:
@@ -120,7 +122,7 @@ def read_missing(call: TargetCall, ids: Sequence[Sequence[int]], end: int, kinds
     """
     rows, left = call.rows, call.slots.left
     fixed = 0 < call.fixed <= left
-    columns = call.fixed if fixed else max(min(end - min(rows.kept), TUNING.padding_columns, left), 1)
+    columns = call.fixed if fixed else max(min(end - min(rows.kept), PADDING_COLUMNS, left), 1)
     begins = [kept - rows.prompt_slots for kept in rows.kept]
     most = [max(min(columns, end - kept), 0) for kept in rows.kept]
     texts = [tokens[begin : begin + count] for tokens, begin, count in zip(ids, begins, most, strict=True)]

@@ -15,10 +15,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Encod
 from transformers.generation.utils import GenerationMixin
 
 from ..core.refusals import DraftingRefused
-from ..core.tuning import TUNING
 from .cache_slots import cache_layers, layer_class, recurrent_layers, text_cache
 from .module_hooks import experience_of
 from .static_cache import why_not_static
+
+# Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
+SURE_LENGTH = 256
 
 MASKED_ATTENTION = ("sdpa", "eager", "flex_attention")  # implementations that take a mask of any form
 _TREE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"}
@@ -247,7 +249,7 @@ def known_until(target: Any, length: int, doubling: bool = True) -> int:
     configuration names.
     """
     named = [window for window in windows(text_config(target)) if window >= length]
-    return min([*named, max(TUNING.sure_length, 2 * length) if doubling else sys.maxsize])
+    return min([*named, max(SURE_LENGTH, 2 * length) if doubling else sys.maxsize])
 
 
 def windows(config: Any) -> list[int]:

@@ -12,7 +12,7 @@ from ..core.checks import MOST_NODES, Limit, choice, integer, is_number, printab
 from ..core.draft_tree import TREE_BUILDERS
 from ..core.methods import Registry, load, offered
 from ..core.options import Option
-from ..core.tuning import TUNING
+from ..core.tuning import NGRAM_DEPTH
 from .verdict import OwnChoice, Verifier
 
 NO_HISTORY, IN_MEMORY = "off", "memory"  # values of `history` besides folders
@@ -86,7 +86,7 @@ def _if_it_pays(work: str) -> Limit:
 
 _OTHER_SAMPLES = "with it, samples with a seed are no longer those of plain decoding"
 _PROBABILITY = Limit(lambda value: is_number(value) and 0.0 <= value < 1.0, "a probability below 1")
-_CONTINUED = Limit(integer(TUNING.ngram_depth, 0).valid, f"an integer from 0 (none) to {TUNING.ngram_depth}")
+_CONTINUED = Limit(integer(NGRAM_DEPTH, 0).valid, f"an integer from 0 (none) to {NGRAM_DEPTH}")
 _KEPT = Limit(_is_history, '"off", "memory", or a folder: one that exists, or a path with a separator, as "./history"')
 
 COMMON_OPTIONS: Mapping[str, CommonOption] = {

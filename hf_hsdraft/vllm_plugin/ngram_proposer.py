@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.tuning import TUNING
+from ..core.tuning import NGRAM_DEPTH
 from ..drafters.lookup.ngrams import NgramCache
 
 _LENGTH = 4  # of the longest leader, as `ngram_length` is by default
@@ -46,7 +46,7 @@ class NgramProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        self._depth = min(vllm_config.speculative_config.num_speculative_tokens, TUNING.ngram_depth)
+        self._depth = min(vllm_config.speculative_config.num_speculative_tokens, NGRAM_DEPTH)
         self._longest = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._most = vllm_config.scheduler_config.max_num_seqs

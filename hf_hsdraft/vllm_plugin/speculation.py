@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.checks import is_integer, printable
-from ..core.tuning import TUNING
+from ..core.tuning import NGRAM_DEPTH
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..hub.checkpoint import Checkpoint
 
@@ -42,7 +42,7 @@ def speculation_of(
     """
     if name == NGRAMS:
         found: dict[str, Any] = {"method": "custom_class", "model": _PROPOSER}
-        usual, longest = _NGRAM_TOKENS, TUNING.ngram_depth
+        usual, longest = _NGRAM_TOKENS, NGRAM_DEPTH
     else:
         config = Checkpoint.open(name).config
         fields, longest = _fields_of(str(name), config)

@@ -10,14 +10,14 @@ import torch
 from conftest import make_drafter, make_target
 from oracles.forced_drafter import ForcedDrafter, let_count
 
-from hf_hsdraft.core.tuning import TUNING
+from hf_hsdraft.core.tuning import LIKELY_COLUMNS
 from hf_hsdraft.cpu.small_weights import KERNEL
 
 
 def test_a_round_runs_few_operators_beyond_a_plain_step():
     """In float32: a draft of depth 6, 24 nodes, and the move of a path that is not in order, in all layers."""
     torch.manual_seed(0)
-    target = let_count(make_target(hidden_size=128, num_hidden_layers=30, vocab_size=2 * TUNING.likely_columns))
+    target = let_count(make_target(hidden_size=128, num_hidden_layers=30, vocab_size=2 * LIKELY_COLUMNS))
     sizes = {"injector_rank": 64, "injector_hidden_size": 64}  # which the kernel's operators take
     drafter = make_drafter(target, num_draft_steps=6, tree_size=24, draft_vocab_size=None, **sizes)
     forced = ForcedDrafter(drafter, [3])

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.cpu import few_queries, grouped_attention
+from hf_hsdraft.cpu.few_queries import FEW_QUERIES
 from hf_hsdraft.cpu.small_weights import KERNEL
 
 FOUND = KERNEL.operators(wait=True)
@@ -16,7 +16,7 @@ ERRORS = {torch.float32: 2e-6, torch.bfloat16: 5e-3}  # half a unit in the last 
 @pytest.fixture(autouse=True)
 def without_tiles(monkeypatch):
     """As on processors without AMX, where torch's kernel is not used for bfloat16 either."""
-    monkeypatch.setattr(few_queries, "_most_queries", lambda dtype: TUNING.few_queries)
+    monkeypatch.setattr(few_queries, "_most_queries", lambda dtype: FEW_QUERIES)
 
 
 def a_layer(batch=1, heads=6, key_heads=2, n=5, length=100, size=64, dtype=torch.float32):

@@ -28,7 +28,6 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, erase_history, list_history
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.saved_drafter import stored_options
@@ -36,6 +35,10 @@ from hf_hsdraft.drafters.lookup import history as histories
 from hf_hsdraft.drafters.lookup.history import SUFFIX, History, history_of, read_all
 from hf_hsdraft.drafters.lookup.past_texts import (
     BLOCK,
+    HISTORY_LENGTHS,
+    HISTORY_MATCHES,
+    HISTORY_MOST,
+    HISTORY_RIGHT,
     LONGEST_MATCH,
     Continuation,
     HistoryDraft,
@@ -59,7 +62,7 @@ def occurrences(text, tail, depth):
         while length < min(len(tail), LONGEST_MATCH, end + 1) and text[end - length] == tail[-1 - length] >= 0:
             length += 1
         following = list(itertools.takewhile(lambda token: token >= 0, text[end + 1 : end + 1 + depth]))
-        if length >= min(TUNING.history_lengths) and following:
+        if length >= min(HISTORY_LENGTHS) and following:
             found[end] = length, following
     return found
 
@@ -82,10 +85,10 @@ def test_the_index_finds_the_longest_and_newest_matches(text, tail, depth, in_pa
     found = {each.place - index.begin: (each.length, each.tokens) for each in index.find(tail, depth)}
     expected = occurrences(text, tail, depth)
     assert all(expected[place] == each for place, each in found.items())
-    assert len(found) == min(len(expected), TUNING.history_matches)
-    for length in TUNING.history_lengths:
+    assert len(found) == min(len(expected), HISTORY_MATCHES)
+    for length in HISTORY_LENGTHS:
         with_length = sorted((place for place in expected if expected[place][0] >= length), reverse=True)
-        if len(with_length) < TUNING.history_matches:  # none of the longer ones gives way to shorter ones
+        if len(with_length) < HISTORY_MATCHES:  # none of the longer ones gives way to shorter ones
             assert set(with_length) <= set(found)
         else:
             assert all(expected[place][0] >= length for place in found)
@@ -98,11 +101,11 @@ def test_a_draft_holds_the_most_probable_paths_and_its_probabilities_are_counted
     assert tree.fault() == "" and tree.tokens[:3] == (0, 1, 2)
     paths = {tuple(tree.tokens[each] for each in tree.path(node)): tree.scores[node] for node in range(1, len(tree))}
     assert set(paths) == {(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,), (5, 6)}
-    agreed = 1 - (1 - TUNING.history_right[5]) / 2  # 16 to 23 tokens match
-    alone = TUNING.history_right[1]  # 4 and 5
+    agreed = 1 - (1 - HISTORY_RIGHT[5]) / 2  # 16 to 23 tokens match
+    alone = HISTORY_RIGHT[1]  # 4 and 5
     assert paths[1,] == pytest.approx(math.log(agreed))
     assert paths[5,] == pytest.approx(math.log((1 - agreed) * alone))
-    assert paths[1, 2, 3] == paths[1, 2, 4] == pytest.approx(paths[1, 2] + math.log(TUNING.history_right[5] / 2))
+    assert paths[1, 2, 3] == paths[1, 2, 4] == pytest.approx(paths[1, 2] + math.log(HISTORY_RIGHT[5] / 2))
     assert HistoryDraft(0, found, trust).tree(16, 8, width=1).tokens == (0, 1, 2, 3)
     assert (
         len(HistoryDraft(0, found, trust).tree(2, 8)) == 3 and max(HistoryDraft(0, found, trust).tree(9, 1).depths) == 1
@@ -111,7 +114,7 @@ def test_a_draft_holds_the_most_probable_paths_and_its_probabilities_are_counted
         HistoryDraft(0, found, trust).learn([5, 9])
     tree = HistoryDraft(0, found, trust).tree(16, 8)
     assert tree.tokens[1] == 5 and math.exp(tree.scores[1]) > 0.8
-    assert all(count <= TUNING.history_most + 1 for places in trust._counts for _, count in places)
+    assert all(count <= HISTORY_MOST + 1 for places in trust._counts for _, count in places)
 
 
 def test_probabilities_approach_the_rate_at_which_continuations_are_right():

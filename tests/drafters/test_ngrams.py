@@ -12,11 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.core.tuning import TUNING
+from hf_hsdraft.core.draft_tree import NGRAM_LEAST, DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.lookup.ngrams import NgramCache, NgramSession
+from hf_hsdraft.drafters.lookup.ngrams import (
+    NGRAM_BEYOND,
+    NGRAM_EARLIER,
+    NGRAM_FOLLOWERS,
+    NGRAM_PRIOR,
+    NGRAM_RIGHT,
+    NgramCache,
+    NgramSession,
+)
 from hf_hsdraft.methods.lossy.relaxed import FLy
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 from hf_hsdraft.verify.verdict import Nodes
@@ -29,7 +36,7 @@ def followers(text, leader):
     """The tokens that followed a leader, the latest first."""
     size = len(leader)
     found = [text[end] for end in range(size, len(text)) if tuple(text[end - size : end]) == leader]
-    return list(dict.fromkeys(reversed(found)))[: TUNING.ngram_followers]
+    return list(dict.fromkeys(reversed(found)))[:NGRAM_FOLLOWERS]
 
 
 def counts(text, length):
@@ -55,18 +62,18 @@ def next_tokens(text, length, path, drafted=False):
         known = followers(text, tuple(path[-size:]))
         if not known:
             continue
-        first = TUNING.ngram_right[min(size, len(TUNING.ngram_right)) - 1]
+        first = NGRAM_RIGHT[min(size, len(NGRAM_RIGHT)) - 1]
         shares = []
         for rank, token in enumerate(known):
-            assumed = first if rank == 0 else (1 - first) * TUNING.ngram_earlier ** (rank + 1)
-            prior = TUNING.ngram_prior
+            assumed = first if rank == 0 else (1 - first) * NGRAM_EARLIER ** (rank + 1)
+            prior = NGRAM_PRIOR
             shares.append((right.get((size, rank), 0) + prior * assumed) / (reached[size] + prior))
             found.setdefault(token, left * shares[-1])
         left *= max(1 - sum(shares), 0.0)
-        if left < TUNING.ngram_least:
+        if left < NGRAM_LEAST:
             break
     if drafted:  # what came before was right, then
-        found = {token: probability**TUNING.ngram_beyond for token, probability in found.items()}
+        found = {token: probability**NGRAM_BEYOND for token, probability in found.items()}
         found = {token: value / max(sum(found.values()), 1.0) for token, value in found.items()}
         assert sum(found.values()) < 1.0 + 1e-9
     return found
@@ -95,7 +102,7 @@ def test_a_draft_holds_the_most_probable_continuations(text, length, tree_size, 
         longer = []
         for path, score in ends:
             for token, probability in next_tokens(text, length, [*text[-length:], *path], drafted=bool(path)).items():
-                if score + math.log(probability) >= math.log(TUNING.ngram_least):
+                if score + math.log(probability) >= math.log(NGRAM_LEAST):
                     longer.append(((*path, token), score + math.log(probability)))
         every |= dict(longer)
         ends = longer if len(longer) < 300 else []

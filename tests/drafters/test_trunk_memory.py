@@ -8,7 +8,7 @@ from conftest import make_drafter, make_target
 from session_helpers import accept, borrow, drafted_by, hidden_session, pairs_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hsdraft.core.tuning import TUNING
+from hf_hsdraft.core.tuning import SPARE_TOKENS
 from hf_hsdraft.drafters.base import packed_texts
 from hf_hsdraft.drafters.hidden_state import trunk
 from hf_hsdraft.drafters.hidden_state.draft_session import RollOut
@@ -53,7 +53,7 @@ def test_a_batch_keeps_what_its_window_shows(target):
             accept(session, taps, (positions + 5) % 90, positions, row=row)
         drafted_by(session)
         rooms += [text.keys[0].shape[1] for text in session._roll_out._texts]
-    assert max(rooms) <= 2 * 8 + 2 * TUNING.spare_tokens
+    assert max(rooms) <= 2 * 8 + 2 * SPARE_TOKENS
 
 
 class _Largest(TorchDispatchMode):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from torch import nn
@@ -30,11 +31,14 @@ from ...core.checks import (
 from ...core.draft_tree import TREE_BUILDERS
 from ...core.methods import Registry, load, offered
 from ...core.options import Option
-from ...core.tuning import TUNING
 from ...pace.pacing import Costs
 from ...verify.registry import COMMON_OPTIONS, NO_HISTORY, OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
 from .target_weights import TargetWeights
+
+# Share of `tree_size` that the rows of a batch have together - measured; the figures were not kept.
+BATCH_SHARE = Fraction(2, 3)
+BATCH_LEAST_NODES = 2  # least number of nodes of each row of a batch - by hand
 
 logger = logging.get_logger(__name__)
 
@@ -82,7 +86,7 @@ class DraftOptions:
         """Options of each row of a batch, where nodes cost more: trees are smaller and less deep."""
         if rows == 1:
             return self
-        size = max(int(TUNING.batch_share * self.tree_size / rows), TUNING.batch_least_nodes)
+        size = max(int(BATCH_SHARE * self.tree_size / rows), BATCH_LEAST_NODES)
         return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
 
     def as_chain(self) -> DraftOptions:

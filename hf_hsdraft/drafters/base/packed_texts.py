@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from ...core.tensors import Attend, shared_attention
-from ...core.tuning import TUNING
+from ...core.tuning import MASK_ROWS
+
+# Number of entries of a mask from which on it is made in blocks, also on GPUs, where launching kernels for each
+# block takes longer - by hand.
+LARGE_MASK = 2**20
+LARGE_MASK_GPU = 2**25
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Sight:
         """Yields rows `[r]`, the columns `[c]` that any of them sees, and the mask `[r, c]`; no row comes twice."""
         for text in self.own.unique():
             columns = (self.texts == text).nonzero().flatten()
-            for block in (self.own == text).nonzero().flatten().split(TUNING.mask_rows):
+            for block in (self.own == text).nonzero().flatten().split(MASK_ROWS):
                 sight = self.of(block)
                 seen = columns[columns <= sight.rows.max()]
                 if sight.window is not None:
@@ -102,7 +107,7 @@ class PackedTexts:
     ) -> torch.Tensor:
         self._layers[layer] = keys, values
         sight = self._sight if rows is None else self._chains
-        large = TUNING.large_mask_gpu if queries.device.type == "cuda" else TUNING.large_mask
+        large = LARGE_MASK_GPU if queries.device.type == "cuda" else LARGE_MASK
         if len(sight.rows) * len(sight.texts) <= large:
             return shared_attention(queries, keys, values, self._mask if rows is None else sight.mask())
         order, parts = [], []

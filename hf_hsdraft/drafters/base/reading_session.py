@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ...core.draft_tree import Expansion
 from ...core.tensors import batched_attention, on_device
-from ...core.tuning import TUNING
+from ...core.tuning import MASK_ROWS, MOST_PENDING, SPARE_PART, SPARE_TOKENS
 from .decoder_layer import AttendByLayer
 from .draft_options import DraftOptions, refiner_of
 from .protocol import Accepted, Ask, Call
@@ -76,7 +76,7 @@ class RowContext:
     def _make_room(self, needed: int) -> None:
         if needed <= self.capacity:
             return
-        more = needed + TUNING.spare_tokens + needed // TUNING.spare_part - self.capacity
+        more = needed + SPARE_TOKENS + needed // SPARE_PART - self.capacity
 
         def grown(room: torch.Tensor, axis: int, value: int) -> torch.Tensor:
             shape = list(room.shape)
@@ -223,7 +223,7 @@ def reading_attention(
         for row, own, at in texts:
             view = context.view(layer, [row])
             # A mask of a whole prompt would grow quadratically.
-            for block, last in zip(own.split(TUNING.mask_rows), at.split(TUNING.mask_rows), strict=True):
+            for block, last in zip(own.split(MASK_ROWS), at.split(MASK_ROWS), strict=True):
                 seen = context.seen([row], last[None], windows[layer])
                 mixed.append(batched_attention(block[None], *view, seen)[0])
         return torch.cat(mixed)
@@ -276,7 +276,7 @@ class ReadingSession(TreeSession):
             pending.append(self.columns(each))
             if self._refiner is not None:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
-            if sum(len(part[-1]) for part in pending[1:]) > TUNING.most_pending:  # no draft for a long time
+            if sum(len(part[-1]) for part in pending[1:]) > MOST_PENDING:  # no draft for a long time
                 self.read_pending([each.row])
 
     def read_pending(self, rows: Sequence[int]) -> None:

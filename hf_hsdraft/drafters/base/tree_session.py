@@ -23,7 +23,7 @@ from ...core.draft_tree import (
     best_first_trees,
 )
 from ...core.tensors import Transform, biased, on_device
-from ...core.tuning import TUNING
+from ...core.tuning import LIKELY_COLUMNS
 from ...verify.foresight import Foresight, Race
 from .draft_options import DraftOptions
 from .protocol import Ask, Session
@@ -215,9 +215,9 @@ class ParallelExpansion(Expansion):
         A path's tokens seldom raise a token from below these, so this skips most of a level's work. If the bias needs
         all columns, all are kept, but the race runs among the likely ones.
         """
-        if self.logits.shape[-1] < 2 * TUNING.likely_columns:
+        if self.logits.shape[-1] < 2 * LIKELY_COLUMNS:
             return self._part(likely=False)
-        columns = self.logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
+        columns = self.logits.amax(dim=1).topk(LIKELY_COLUMNS, sorted=False).indices
         race = None if self.race is None else self.race.among(columns)
         last = None if self.bias is None else self.bias.among(columns)
         if self.bias is not None and last is None:
@@ -251,9 +251,9 @@ class LevelExpansion(Expansion):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
         logits, states = self.levels(level, tokens, states)
-        if self.race is None or logits.shape[-1] < 2 * TUNING.likely_columns:
+        if self.race is None or logits.shape[-1] < 2 * LIKELY_COLUMNS:
             return *best_children(log_probs_of(level, logits, self.temperature, self.race), scores, count), states
-        columns = logits.amax(dim=1).topk(TUNING.likely_columns, sorted=False).indices
+        columns = logits.amax(dim=1).topk(LIKELY_COLUMNS, sorted=False).indices
         logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
         values, found, parents = best_children(self.race.among(columns)(level, logits), scores, count)
         return values, columns.gather(1, found), parents, states

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ...core.checks import printable
 from ...core.tensors import RMSNorm
-from ...core.tuning import TUNING
+from ...core.tuning import LIKELY_COLUMNS
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
@@ -402,7 +402,7 @@ class BlockDrafter(PublishedNetwork):
         rank = max(config.ranks)
         if not rank:
             return found
-        likely = min(columns, TUNING.likely_columns)  # trees only consider these
+        likely = min(columns, LIKELY_COLUMNS)  # trees only consider these
         return (*found, Read("token bias", likely * rank, depth, width))
 
     def session(self, call: Call) -> BlockSession:

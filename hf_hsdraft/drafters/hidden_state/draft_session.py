@@ -15,7 +15,7 @@ from ...core.checks import is_number
 from ...core.draft_tree import DraftTree, merge_trees
 from ...core.options import Option
 from ...core.tensors import Attend, on_device
-from ...core.tuning import TUNING
+from ...core.tuning import MASK_ROWS, SPARE_TOKENS
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import ParallelSession
@@ -101,7 +101,7 @@ class RollOut:
         self._trunk, self._window = trunk, config.sliding_window
         sizes = config.num_key_value_heads, 0, config.head_dim
         room = torch.empty(sizes, device=drafter.device, dtype=drafter.dtype)
-        layers, tuned = len(trunk.layers), {"spare": TUNING.spare_tokens, "mask_rows": TUNING.mask_rows}
+        layers, tuned = len(trunk.layers), {"spare": SPARE_TOKENS, "mask_rows": MASK_ROWS}
         self._texts = [GrowingText(layers, room, self._window, **tuned) for _ in range(rows)]
         self._text = self._texts[0]
         # Number of positions that affect the output at the last one and the drafts after it.

@@ -19,10 +19,10 @@ from torch import nn
 
 from ...core.draft_tree import TreeLimits
 from ...core.tensors import RMSNorm, is_unhooked
-from ...core.tuning import TUNING
+from ...core.tuning import LIKELY_COLUMNS
 from ...cpu.few_queries import attends
 from ...cpu.private_operators import works
-from ...cpu.products import Norm, NormedProduct, Product, are_rounded, are_weights, joined
+from ...cpu.products import PRODUCT_ROWS, Norm, NormedProduct, Product, are_rounded, are_weights, joined
 from ...cpu.small_weights import KERNEL
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import TokenBias
@@ -126,7 +126,7 @@ class RollingOperator:
     ) -> torch.Tensor | None:
         """As `read` and `roll`, `[1 + ahead, D]`; `None` for many positions, before anything is read."""
         operators = KERNEL.operators()
-        if len(taps) > TUNING.product_rows or operators is None or torch.compiler.is_compiling():
+        if len(taps) > PRODUCT_ROWS or operators is None or torch.compiler.is_compiling():
             return None
         text.extend(len(taps), ahead)
         rooms = [room for pair in zip(text.keys, text.values, strict=True) for room in pair]
@@ -200,7 +200,7 @@ class SearchedBias(TokenBias):
         size, since = injector.update.weight.shape[1] // 2, self._since
         paths = logits.new_zeros(texts, size) if since is None else since[:, 0, size:].contiguous()
         most = limits.tree_size if limits.beam_width > 1 else 1
-        columns = count if count < 2 * TUNING.likely_columns else TUNING.likely_columns
+        columns = count if count < 2 * LIKELY_COLUMNS else LIKELY_COLUMNS
         states = self.projected.contiguous(), paths, since is not None, roots, self._weights.vocab_ids
         own = table, injector.up.weight, operands.parts, operands.formats
         sizes = [most, limits.beam_width, columns]

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from ...core.draft_tree import DraftTree, FoundNodes, TreeLimits, searched
 from ...core.forks import new_lock
 from ...core.tensors import on_device
-from ...core.tuning import TUNING
 from ...gpu.fixed_shapes import DeviceTime, StaticText, compiled, keep_in_place
 from ...verify.verdict import chosen_path
 from ..base.draft_options import DraftOptions
@@ -30,6 +29,10 @@ from .draft_session import HSDraftSession, KeyValues, Pairs, RollOut, expansion_
 from .network import HSDraftNetwork, WorkingWeights
 from .quick_weights import QuickWeights
 from .trunk import read, roll
+
+# They hold a multiple of so many positions - by hand: few sizes to compile, masks in whole vectors.
+STATIC_POSITIONS = 256
+SPARE_ROLL_OUTS = 4  # number of compiled roll-outs that a drafter's weights keep - by hand
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,7 @@ def static_roll_out(
 ) -> Iterator[StaticRollOut]:
     """Yields an empty [`StaticRollOut`] for one call, and keeps it for the next: a graph is bound to its tensors."""
     needed, spare = slots + num_draft_steps + 1, working.spare
-    sizes = needed + -needed % TUNING.static_positions, num_draft_steps, compile_config
+    sizes = needed + -needed % STATIC_POSITIONS, num_draft_steps, compile_config
     assert spare is not None
     with _lock:
         found = next((each for each in spare if each.made_for == sizes), None)
@@ -249,7 +252,7 @@ def static_roll_out(
     finally:
         with _lock:
             spare.append(found)
-            del spare[: -TUNING.spare_roll_outs]
+            del spare[:-SPARE_ROLL_OUTS]
 
 
 class StaticSession(HSDraftSession):

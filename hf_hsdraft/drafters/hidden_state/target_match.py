@@ -17,11 +17,17 @@ import torch
 from transformers.utils import logging
 
 from ...core.checks import printable
-from ...core.tuning import TUNING
 from ...runtime.target_limits import furthest_position, rotary_limits, text_config
 from ..base.readings import inputs_of
 from ..base.registry import tokenizer_hash
 from .network import HSDraftNetwork
+
+# Part of the recorded right guesses that is enough - by hand: another dtype changes a few of a hundred choices.
+FIT_ENOUGH = 0.85
+FIT_SLACK = 2  # number of guesses that may be missing besides - by hand
+# Number of drafts until guesses are judged, and until they are judged no more - by hand.
+FIT_JUDGED = 16
+FIT_TRUSTED = 96
 
 logger = logging.get_logger(__name__)
 
@@ -83,7 +89,7 @@ def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None
     if match is None or pair.reference != reference:
         match = measure_match(target, drafter, reference["input_ids"], reference["start"])
         pair.match, pair.reference = match, reference
-    if match.drafted + TUNING.fit_slack >= TUNING.fit_enough * reference["drafted"]:
+    if match.drafted + FIT_SLACK >= FIT_ENOUGH * reference["drafted"]:
         return ""  # whatever the target's name
     cause = "its tokenizer has other tokens" if other_tokens else "it was trained further, or is another model"
     return (
@@ -122,11 +128,11 @@ def has_other_tokens(drafter: HSDraftNetwork, tokenizer: Any) -> bool:
 def warn_of_poor_guesses(target: Any, drafter: HSDraftNetwork, drafts: int, right: int) -> None:
     """Adds the counts of a call, see `_Pair`; warns once if another target explains poor drafts."""
     reference, seen = drafter.config.target_reference, _pair(target, drafter)
-    if reference is None or seen.drafts >= TUNING.fit_trusted:
+    if reference is None or seen.drafts >= FIT_TRUSTED:
         return
     seen.drafts, seen.right = seen.drafts + drafts, seen.right + right
     expected = reference["drafted"] / max(len(reference["input_ids"]) - reference["start"], 1)
-    if seen.drafts >= TUNING.fit_judged and seen.right < TUNING.fit_enough * expected * seen.drafts:
+    if seen.drafts >= FIT_JUDGED and seen.right < FIT_ENOUGH * expected * seen.drafts:
         warn_of_mismatch(target, drafter)
 
 

@@ -21,7 +21,7 @@ from ...core.cache_name import CACHE, takes_cache
 from ...core.checks import few, printable
 from ...core.draft_tree import TreeBatch
 from ...core.tensors import device_of, embedded_tokens, on_device
-from ...core.tuning import TUNING
+from ...core.tuning import MASK_ROWS
 from ...runtime.cache_slots import CacheSlots, cache_layers, move_slots
 from ...runtime.misreading import same_but_rounding
 from ...runtime.module_hooks import fingerprint
@@ -234,7 +234,7 @@ def groups_of_rows(rows: int, kinds: Sequence[AttentionKind]) -> list[list[int]]
 
 def _parts(tokens: Sequence[Sequence[int]], columns: int) -> Iterator[list[Sequence[int]]]:
     """Yields aligned parts that keep masks small; a single row needs no parts."""
-    most = columns if len(tokens) == 1 else TUNING.mask_rows
+    most = columns if len(tokens) == 1 else MASK_ROWS
     for end in range(columns % most or most, columns + 1, most):
         left = columns - end
         yield [each[max(len(each) - left - most, 0) : max(len(each) - left, 0)] for each in tokens]

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ...core.checks import demand, integer, is_integer, is_misspelt, nearest_option
 from ...core.refusals import DraftingRefused
-from ...core.tuning import TUNING
+from ...core.tuning import NGRAM_DEPTH
 from ...runtime.target_limits import text_config
 from ...verify.registry import COMMON_OPTIONS
 from ..base.auto_drafter import Found, register_finder
@@ -22,11 +22,11 @@ from ..base.plain_config import AnyTarget
 from ..base.protocol import Call
 from ..base.registry import TREES, register_drafter
 from ..base.saved_drafter import WeightlessDrafter
-from .ngrams import FollowerTable, NgramSession
+from .ngrams import NGRAM_LEADERS, FollowerTable, NgramSession
 
 logger = logging.get_logger(__name__)
 
-_MOST_TOKENS = TUNING.ngram_leaders  # of `texts`
+_MOST_TOKENS = NGRAM_LEADERS  # of `texts`
 _OPTIONS = sorted(COMMON_OPTIONS.keys() - {"ngram_length", "ngram_continuation", "tree_builder", "verification"})
 
 
@@ -56,7 +56,7 @@ class CachebackDrafter(WeightlessDrafter):
     """
 
     config_class = CachebackConfig
-    num_draft_steps = TUNING.ngram_depth
+    num_draft_steps = NGRAM_DEPTH
     least_ngram_length = 1
     why_not_exported = "it has no weights: other programs look up n-grams themselves"
 
@@ -112,7 +112,7 @@ class CachebackDrafter(WeightlessDrafter):
 
     def default_generation_config(self) -> GenerationConfig:
         """`beam_width=1` drafts a chain; other beam options have no effect."""
-        return default_options(TUNING.ngram_depth, tree_size=24, beam_width=24)
+        return default_options(NGRAM_DEPTH, tree_size=24, beam_width=24)
 
     def check(self, target: Any) -> None:
         vocab_size = text_config(target).vocab_size

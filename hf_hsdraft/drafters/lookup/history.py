@@ -24,11 +24,12 @@ from transformers.utils import cached_file, logging
 from ...core.checks import public_name
 from ...core.forks import new_lock, new_rlock
 from ...core.tensors import embedded_tokens
-from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ...verify.registry import IN_MEMORY, NO_HISTORY
 from ..base.protocol import Drafter
 from .past_texts import Continuation, PastTexts, Record, Trust
+
+HISTORY_TOKENS = 2**22  # number of tokens that a history keeps - by hand: they take 120 MB
 
 logger = logging.get_logger(__name__)
 
@@ -108,7 +109,7 @@ class History:
 
     def __init__(self, vocab_size: int, path: Path | None = None, most_tokens: int = 0) -> None:
         self.vocab_size, self.trust = vocab_size, Trust()
-        self._path, self._most = path, most_tokens or TUNING.history_tokens
+        self._path, self._most = path, most_tokens or HISTORY_TOKENS
         self._first = self._last = _UNKNOWN  # numbers of the first and the last text of the file
         self._texts = PastTexts([], vocab_size, self._most)
         self._reading = new_lock()  # of the texts, for microseconds

@@ -5,7 +5,7 @@ links to the one before it. So an entry is a store, a look-up follows links, and
 is a chain for each of several lengths: the long n-grams find the places that match far back, which a chain of short
 ones would reach too late.
 
-A draft sorts what is found by how many tokens match, `TUNING.history_bins`, and by whether occurrences agree on what
+A draft sorts what is found by how many tokens match, `HISTORY_BINS`, and by whether occurrences agree on what
 follows. Long matches come first, shorter ones share the remaining probability, and within a group the tokens share by
 their counts. How often a group holds the right token is counted as texts grow, so these probabilities are comparable to
 a trained drafter's.
@@ -25,9 +25,26 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.draft_tree import DraftTree, grown_tree
-from ...core.tuning import TUNING
 from ..base.protocol import Accepted, Ask, Call
 from .ngrams import LookupSession
+
+# Lengths of the n-grams that past texts are found by - by hand: the end of a chat's template is longer than 8 in
+# many prompts, and shorter n-grams than 3 say little that the running text does not say.
+HISTORY_LENGTHS = (3, 8, 24)
+HISTORY_MATCHES = 32  # number of earlier places that a draft looks at - by hand
+HISTORY_DEPTH = 48  # greatest depth of a draft - by hand: texts that were decoded before repeat for long
+# Least lengths of a match, in tokens, that differ in how often the next token is right, and how often it is assumed
+# to be - by hand.
+HISTORY_BINS = (3, 4, 6, 8, 12, 16, 24, 32, 48)
+HISTORY_RIGHT = (0.3, 0.4, 0.55, 0.65, 0.72, 0.78, 0.84, 0.88, 0.92)
+HISTORY_PRIOR = 8.0  # number of tokens that these assumptions count for - by hand
+HISTORY_MOST = 400.0  # number of tokens that are remembered of a bin - by hand
+# Part of the tokens of a history that stays when the least recently used texts leave - by hand.
+HISTORY_KEPT = 0.75
+# Number of tokens of a text of a batch that the other texts are shown while they grow, and of new ones that are
+# entered at once - by hand.
+HISTORY_SHOWN = 4096
+HISTORY_STEP = 8
 
 SEPARATOR = -1  # between texts; in no n-gram
 LONGEST_MATCH = 48  # tokens that a match is followed back
@@ -101,7 +118,7 @@ class TokenIndex:
     def __init__(self, capacity: int) -> None:
         self.begin, self.end = LONGEST_MATCH, LONGEST_MATCH + capacity  # of the places that may hold tokens
         self.tokens = np.full(self.end + DEEPEST, SEPARATOR, dtype=np.int32)
-        lengths = sorted(TUNING.history_lengths, reverse=True)
+        lengths = sorted(HISTORY_LENGTHS, reverse=True)
         self._chains = [_Chain(length, capacity, self.end) for length in lengths]
 
     @property
@@ -123,10 +140,10 @@ class TokenIndex:
         last[: len(known)] = known
         found: dict[int, Continuation] = {}
         for chain in self._chains:
-            wanted = TUNING.history_matches - len(found)
+            wanted = HISTORY_MATCHES - len(found)
             if wanted <= 0 or len(known) < chain.length or depth < 1:
                 continue
-            places = [place for place in chain.places(known[::-1], TUNING.history_matches) if place not in found]
+            places = [place for place in chain.places(known[::-1], HISTORY_MATCHES) if place not in found]
             for each in self._followed(places, last, depth)[:wanted]:
                 if each.length >= chain.length:  # another n-gram may have the same hash
                     found[each.place] = each
@@ -232,7 +249,7 @@ class PastTexts:
             return self
         records = self.records()
         if _size(records) + tokens + 1 > self._most:
-            records = _last_of(records, int(TUNING.history_kept * self._most))
+            records = _last_of(records, int(HISTORY_KEPT * self._most))
         return PastTexts(records, self._vocab_size, self._most, tokens + 1)
 
     def unknown_part(self, prompt: Tokens, answer: Tokens) -> Record | None:
@@ -302,21 +319,21 @@ class Trust:
     """How often the tokens that followed earlier occurrences hold the next one, by length of match and agreement."""
 
     def __init__(self) -> None:
-        self._counts = [[[0.0, 0.0] for _ in range(3)] for _ in TUNING.history_bins]  # right tokens, and all
+        self._counts = [[[0.0, 0.0] for _ in range(3)] for _ in HISTORY_BINS]  # right tokens, and all
 
     def of(self, place: int, group: Group) -> float:
         """Returns the probability that the next token is among a group's tokens."""
-        kind, assumed = _kind(group), TUNING.history_right[place]
+        kind, assumed = _kind(group), HISTORY_RIGHT[place]
         if kind == _AGREED:
             assumed = 1.0 - (1.0 - assumed) / 2
         right, reached = self._counts[place][kind]
-        return (right + TUNING.history_prior * assumed) / (reached + TUNING.history_prior)
+        return (right + HISTORY_PRIOR * assumed) / (reached + HISTORY_PRIOR)
 
     def count(self, place: int, group: Group, right: bool) -> None:
         counts = self._counts[place][_kind(group)]
         counts[0] += right
         counts[1] += 1
-        if counts[1] > TUNING.history_most:
+        if counts[1] > HISTORY_MOST:
             counts[:] = counts[0] / 2, counts[1] / 2
 
 
@@ -372,7 +389,7 @@ def _groups(found: Sequence[Continuation], depth: int) -> dict[int, Group]:
     groups: dict[int, Group] = {}
     for each in found:
         if depth < len(each.tokens):
-            place = bisect.bisect(TUNING.history_bins, each.length + depth) - 1
+            place = bisect.bisect(HISTORY_BINS, each.length + depth) - 1
             groups.setdefault(place, {}).setdefault(each.tokens[depth], []).append(each)
     return dict(sorted(groups.items(), reverse=True))
 
@@ -381,7 +398,7 @@ class GrowingTexts:
     """The new tokens of the texts of a batch, so that each text may draft from the others."""
 
     def __init__(self, rooms: Sequence[int]) -> None:
-        rooms = [min(room, TUNING.history_shown) + LONGEST_MATCH + 1 for room in rooms]
+        rooms = [min(room, HISTORY_SHOWN) + LONGEST_MATCH + 1 for room in rooms]
         self._index = TokenIndex(sum(rooms))
         self._begins = [self._index.begin + sum(rooms[:row]) for row in range(len(rooms))]
         self._room = [begin + room - 1 for begin, room in zip(self._begins, rooms, strict=True)]
@@ -395,7 +412,7 @@ class GrowingTexts:
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         self._write(row, tokens)
-        if self._ends[row] - self._entered[row] >= TUNING.history_step:  # together, as that takes less time
+        if self._ends[row] - self._entered[row] >= HISTORY_STEP:  # together, as that takes less time
             self._index.enter(self._entered[row], self._ends[row])
             self._entered[row] = self._ends[row]
 
@@ -420,7 +437,7 @@ class HistorySession(LookupSession):
         self._growing = GrowingTexts([call.texts.room(row) for row in range(call.rows)]) if several else None
 
     def _tree(self, ask: Ask) -> DraftTree:
-        tail, depth = self._tails[ask.row], min(ask.depth, ask.size, TUNING.history_depth)
+        tail, depth = self._tails[ask.row], min(ask.depth, ask.size, HISTORY_DEPTH)
         if not tail or tail[-1] != ask.root or depth < 1:
             return DraftTree.root(ask.root)
         found = self._history.find(tail, depth)

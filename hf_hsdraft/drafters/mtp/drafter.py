@@ -17,7 +17,7 @@ from ...core.checks import few, setting
 from ...core.draft_tree import Expansion
 from ...core.refusals import DraftingRefused
 from ...core.tensors import on_device
-from ...core.tuning import TUNING
+from ...core.tuning import MASK_ROWS
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import INDEX, read_json
 from ...runtime.target_limits import text_config
@@ -107,7 +107,7 @@ class MtpSession(LevelSession):
         self.kind = (layers.count, self._used, layers.dtype, layers.device)
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
-        every, block = [column.split(list(counts.values())) for column in (*columns, slots.slots)], TUNING.mask_rows
+        every, block = [column.split(list(counts.values())) for column in (*columns, slots.slots)], MASK_ROWS
         for start in range(0, max(counts.values()), block):  # a mask of a whole prompt would grow quadratically
             rows = [row for row, count in counts.items() if count > start]
             places = [place for place, count in enumerate(counts.values()) if count > start]

@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 
 from ...core.draft_tree import Expansion
-from ...core.tuning import TUNING
+from ...core.tuning import LIKELY_COLUMNS
 from ...verify.foresight import Race
 
 _LEAST = -60.0  # log-probability of a frame's symbol, below which differences mean nothing
@@ -124,9 +124,9 @@ class CollapsedFrames(Expansion):
     def _columns(self) -> torch.Tensor | None:
         """`[B, C]`, the columns that frames say most often; `None` for a small vocabulary."""
         size = self.frames.shape[-1] - 1
-        if size < 2 * TUNING.likely_columns:
+        if size < 2 * LIKELY_COLUMNS:
             return None
-        return self._probabilities.sum(dim=1).topk(TUNING.likely_columns, sorted=False).indices
+        return self._probabilities.sum(dim=1).topk(LIKELY_COLUMNS, sorted=False).indices
 
     def _columns_of(self, tokens: torch.Tensor) -> torch.Tensor:
         size = len(self.vocab_ids)
