@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.draft_tree import DraftTree, Expansion, certainty, merge_trees
-from ..core.tensors import Transform, embedded_tokens, on_device
+from ..core.tensors import embedded_tokens, on_device
 from ..core.tuning import MOST_PENDING
 from ..drafters.base.draft_options import NO_HISTORY, DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
@@ -31,34 +31,28 @@ class Wanted(Ask):
 
 
 class LateNews(Accepted):
-    """News of one row, whose tensors are made when they are read.
+    """News of a round, which wait until the drafter is asked; `positions` and `following` are made when they are read.
 
     Args:
         begin: position of the first token that was read.
-        parts: for each round the hidden states `[B, 1, D']`, and the row's place in them.
-        pick: selects the drafter's hidden states `[n, taps * D]` out of `[n, D']`.
+        given: the other fields, all but those two.
     """
 
-    def __init__(
-        self, row: int, tokens: list[int], begin: int, parts: Sequence[tuple[torch.Tensor, int]], pick: Transform
-    ) -> None:
-        vars(self).update(row=row, tokens=tokens, _begin=begin, _parts=parts, _pick=pick)
+    def __init__(self, begin: int, **given: Any) -> None:
+        vars(self).update(given, begin=begin)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("taps", "positions", "following"):
+        if name not in ("positions", "following"):
             raise AttributeError(name)
-        count, device = len(self.tokens), self._parts[0][0].device
-        taps = self._pick(torch.cat([states[place] for states, place in self._parts]))
-        positions = torch.arange(self._begin, self._begin + count)
-        vars(self).update(taps=taps, positions=positions, following=on_device(self.tokens, device))
-        return vars(self)[name]
+        values = self.tokens if name == "following" else range(self.begin, self.begin + len(self.tokens))
+        vars(self)[name] = found = on_device(values, self.taps.device)
+        return found
 
     @classmethod
     def joined(cls, news: Sequence[LateNews]) -> LateNews:
         """The news of successive rounds of a row as those of one round."""
-        first = news[0]
         tokens = [token for each in news for token in each.tokens]
-        return cls(first.row, tokens, first._begin, [part for each in news for part in each._parts], first._pick)
+        return cls(news[0].begin, row=news[0].row, tokens=tokens, taps=torch.cat([each.taps for each in news]))
 
 
 class Drafting:
@@ -159,13 +153,14 @@ class Drafting:
         if self._paced is None:
             return
         late = [each for each in news if isinstance(each, LateNews)]
-        if self.depth or len(late) < len(news):
+        if self.depth or len(late) < len(news):  # it has drafted, or these are prompts
             self.catch_up()
             self._paced.observe(news)
             return
         for each in late:
             self._waiting.setdefault(each.row, []).append(each)
-        if max(map(len, self._waiting.values()), default=0) >= MOST_PENDING:  # nothing waits for long
+        waits = (each.begin + len(each.tokens) - self._waiting[each.row][0].begin for each in late)
+        if max(waits, default=0) >= MOST_PENDING:  # nothing waits for long
             self.catch_up()
 
     def catch_up(self) -> None:

@@ -196,24 +196,14 @@ class LocalTarget:
         if self._runtime.in_step and verdicts:  # rows that have ended are still read
             for row in read.trees.keys() - verdicts.keys():
                 self._roots[row] += 1 + min(len(verdict.path) for verdict in verdicts.values())
-        if self._is_plain(read):
-            taps, places, news = read.output.taps[:, :1], list(read.trees), list[Accepted]()
-            for row, verdict in verdicts.items():
-                begin, part = self._roots[row], (taps, places.index(row))
-                news.append(LateNews(row, [verdict.next_token], begin, [part], self.own_taps))
-                self._roots[row] += 1
-            return news
-        return [self._accepted(row, read, verdict) for row, verdict in verdicts.items()]
-
-    def _accepted(self, row: int, read: Read, verdict: Verdict) -> Accepted:
-        tokens, begin = self._texts.rows[row].emitted, self._roots[row]
-        self._roots[row] += len(tokens)
-        taps = read.of(read.output.taps, row)
-        nodes, places, following = (  # no copy waits for the device
-            on_device(each, taps.device) for each in ([0, *verdict.path], range(begin, begin + len(tokens)), tokens)
-        )
-        own, relaxed = self.own_taps(taps[nodes]), len(verdict.relaxed)
-        return Accepted(row, tokens, own, places, following, (), verdict.num_drafted, relaxed)
+        news, plain = list[Accepted](), self._is_plain(read)
+        for row, verdict in verdicts.items():
+            tokens, begin, taps = self._texts.rows[row].emitted, self._roots[row], read.of(read.output.taps, row)
+            nodes = slice(1) if plain else on_device([0, *verdict.path], taps.device)
+            given = {"tokens": tokens, "num_drafted": verdict.num_drafted, "num_relaxed": len(verdict.relaxed)}
+            news.append(LateNews(begin, row=row, taps=self.own_taps(taps[nodes]), **given))
+            self._roots[row] += len(tokens)
+        return news
 
     def own_taps(self, taps: torch.Tensor) -> torch.Tensor:
         """Picks the drafter's hidden states out of all, `[..., taps * D]`."""
