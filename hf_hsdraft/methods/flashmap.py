@@ -250,7 +250,6 @@ class FlashMapDrafter(PublishedNetwork):
     why_not_refined = ""
     own_options = (*REFINER_OPTIONS, FLOW_STEPS)
     saved_as = ()
-    why_not_exported = "it is saved in its authors' format, which no other program is known to read in another form"
 
     def __init__(self, config: FlashMapConfig) -> None:
         super().__init__(config)

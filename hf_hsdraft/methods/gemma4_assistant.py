@@ -71,8 +71,6 @@ class Gemma4AssistantDrafter(ModelDrafter):
         tokenizer: the model's; compared with the target's if a call has that.
     """
 
-    why_not_exported = "its folder is that of the assistant itself, which other programs take as it is"
-
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__(model, tokenizer)
         if not hasattr(model, "pre_projection") or not text_config(model).model_type.startswith("gemma4"):

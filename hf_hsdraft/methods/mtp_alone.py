@@ -84,7 +84,6 @@ class NextnDrafter(Drafter):
     """
 
     takes_tree_builders = True
-    why_not_exported = "its layers are in a checkpoint that other programs read as it is"
     num_draft_steps = LEAST_STEPS
 
     def __init__(self, checkpoint: Checkpoint, config: MtpConfig | None = None, kind: Kind | None = None) -> None:

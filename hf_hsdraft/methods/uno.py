@@ -71,7 +71,6 @@ class UnoDrafter(nn.Module, Drafter):
     num_draft_steps = 32
     takes_tree_builders = True
     runs_of_target = "the target with an adapter"
-    why_not_exported = "it is an adapter in PEFT's format already"
 
     def __init__(self, pairs: Mapping[str, Pair], config: UnoConfig) -> None:
         super().__init__()

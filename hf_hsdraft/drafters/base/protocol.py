@@ -190,7 +190,6 @@ class Drafter:
     own_options: Sequence[Option] = ()  # options of this family; their values are in `call.options.own`
     # Formats of other projects that `save_pretrained` writes; it then takes `target_name` too
     saved_as: Sequence[str] = ()
-    why_not_exported: str = "no other program is known to read it"  # why there are no others
     generation_config: GenerationConfig  # the drafting options
     # Decodes a call in place of the engine; takes the target, and what `generate()` hands to a decoding method
     decoding: Callable[..., Any] | None = None
@@ -262,13 +261,15 @@ class Drafter:
         return ()
 
     def export(self, form: str, folder: str | os.PathLike[str], target_name: str = "") -> None:
-        """Writes the drafter in another project's format `form`; raises a ValueError that says why if it cannot be.
+        """Writes the drafter in another project's format `form`; raises a ValueError if it has no such format.
 
         `folder` is created if missing; `target_name` is by default the one that the drafter knows.
         """
         if form not in self.saved_as:
+            wanted = f"expected {' or '.join(self.saved_as)}" if self.saved_as else "it has no format but its own"
             raise ValueError(
-                f"a {type(self).__name__} cannot be written in the format {form!r}: {self.why_not_exported}"
+                f"a {type(self).__name__} cannot be written in the format {form!r}: {wanted}; save it by "
+                "save_pretrained, whose files all programs that can run it read"
             )
         named = {"target_name": target_name} if target_name else {}
         self.save_pretrained(folder, **named)  # type: ignore[attr-defined]

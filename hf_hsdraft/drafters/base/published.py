@@ -156,7 +156,6 @@ class PublishedNetwork(nn.Module, SavedDrafter):
     """
 
     saved_as: Sequence[str] = ("speculators",)
-    why_not_exported = "it is written in the format of speculators only"
     config_class: Any
     config: Any
     loss_function: Any = None

@@ -53,10 +53,6 @@ class HSDrafter(HSDraftNetwork, StateDrafter):
     travels_as = ChainDrafter
     why_not_refined = ""
     own_options = (*REUSE_OPTIONS, *REFINER_OPTIONS)
-    why_not_exported = (
-        "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
-        "that does so"
-    )
 
     def forward(
         self,

@@ -305,10 +305,6 @@ class CausalLMDrafter(ModelDrafter):
         ValueError: the mask token is none of the model's.
     """
 
-    why_not_exported = (
-        "its folder is that of the language model itself, which other programs take as their draft model as it is"
-    )
-
     @property
     def mask_token_id(self) -> int | None:
         """The token that stands for tokens not drafted yet (PARD); None for models that draft one after another."""

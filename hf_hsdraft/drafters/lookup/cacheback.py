@@ -58,7 +58,6 @@ class CachebackDrafter(WeightlessDrafter):
     config_class = CachebackConfig
     num_draft_steps = NGRAM_DEPTH
     least_ngram_length = 1
-    why_not_exported = "it has no weights: other programs look up n-grams themselves"
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
         limit = integer(MOST_LEADING)

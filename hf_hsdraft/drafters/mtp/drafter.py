@@ -197,7 +197,6 @@ class MtpDrafter(Drafter):
     """
 
     takes_tree_builders = True
-    why_not_exported = "its layers are in the target's checkpoint, where other programs find them"
 
     rows_of_trial = 4
 

@@ -69,7 +69,6 @@ class CascadeDrafter(nn.Module, SavedDrafter):
     has_card = False
     num_draft_steps = 2 * _MOST
     takes_tree_builders = True
-    why_not_exported = "no other program is known to run drafters of several levels"
 
     def __init__(self, levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
         super().__init__()

@@ -98,7 +98,6 @@ class HeadsDrafter(PublishedNetwork):
 
     config_class: Any = HeadsConfig
     saved_as = ()
-    why_not_exported = "it is saved in its authors' format, which no other program is known to read in another form"
     reads_tokens = True  # whether heads read the tokens of a path
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,6 @@ class SelfDrafter(StateNetwork, StateDrafter):
     taps = ()  # its first layers are in the target's forward
     runs_of_target = "the first layers"
     own_options = (LAYER_REUSE,)
-    why_not_exported = "most of it are layers of the target, and no format of another project does so"
 
     def __init__(self, config: SelfDraftConfig) -> None:
         config.check()  # fields may have been set since it was built

@@ -90,7 +90,6 @@ class SpecFormerDrafter(StateNetwork, StateDrafter):
     main_input_name = "taps"
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
     own_options = REFINER_OPTIONS
-    why_not_exported = "its slots are made of one position by one product, and no format of another project does so"
 
     def __init__(self, config: SpecFormerConfig) -> None:
         config.check()  # fields may have been set since it was built
