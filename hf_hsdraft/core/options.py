@@ -1,4 +1,4 @@
-"""A drafting option that only one family of drafters or one verification rule has."""
+"""Drafting options: those of all drafters, of one family, or of one verification rule."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .checks import Limit, demand
+
+_ANY = Limit(lambda value: True, "any value")
+
 
 @dataclass(frozen=True)
 class Option:
     """A drafting option that is set on `drafter.generation_config` and saved with the others."""
 
     name: str
-    default: Any
-    check: Callable[[Any], bool]  # returns whether a value may be used
-    expected: str  # what `check` wants, for messages: "a number from 0 to 1"
+    default: Any = None  # None also for what each family has its own default of
+    limit: Limit | Callable[[Any], Limit] = _ANY  # of its values; a function of the drafter if they depend on it
     doc: str = ""  # what it does, in a sentence
+    why_not_free: Callable[[Any], str] = lambda value: ""  # why a drafter's files may not set a value; "" if they may
 
-    def checked(self, value: Any) -> Any:
+    def checked(self, value: Any, drafter: Any = None) -> Any:
         """Returns the value, or raises a ValueError if it cannot be used."""
-        if not self.check(value):
-            raise ValueError(f"{self.name}={value!r} is invalid: expected {self.expected}")
+        limit = self.limit(drafter) if callable(self.limit) else self.limit
+        demand(limit.valid(value), self.name, value, f"expected {limit.wanted}")
         return value

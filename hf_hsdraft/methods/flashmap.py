@@ -19,6 +19,7 @@ from torch import nn
 
 from ..core.checks import (
     POSITIVE,
+    Limit,
     are_ascending,
     check_fields,
     choice,
@@ -160,8 +161,10 @@ Look = Callable[
 FLOW_STEPS = Option(
     "flow_steps",
     None,
-    lambda value: value is None or (is_integer(value) and value > 0),
-    "a number of jumps above 0, or None for that in the drafter's files",
+    Limit(
+        lambda value: value is None or (is_integer(value) and value > 0),
+        "a number of jumps above 0, or None for that in the drafter's files",
+    ),
     "Number of jumps from noise to tokens in a draft of a FlashMap drafter.",
 )
 _ROWS_AT_ONCE = 2**14  # of the embedding, as its copy may be in another dtype

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..core.tuning import NGRAM_DEPTH
 from .verdict import OwnChoice, Verifier
 
 NO_HISTORY, IN_MEMORY = "off", "memory"  # values of `history` besides folders
+MOST_LEADING = 16  # longest n-gram leader, in tokens
 VERIFIERS: Registry[Verifier] = Registry("verification", {"walk": OwnChoice()})
 OPTION_NAMES = frozenset(offered("verification_option"))  # of rules that need not be loaded
 
@@ -46,31 +46,34 @@ def rules_learned_in(folder: Path) -> list[Verifier]:
     return [rule for rule in list(VERIFIERS.loaded.values()) if rule.file and (folder / rule.file).is_file()]
 
 
-@dataclass(frozen=True)
-class CommonOption:
-    """A drafting option that all drafters have."""
-
-    default: Any = None  # None for sizes, which each family has its own of, and for what is measured
-    limit: Limit | None = None  # its values; None where the drafter, or the methods at hand, decide
-    # Whether a value may come from a drafter's files. Others need the user's consent: they are set in code.
-    is_free: Callable[[Any], bool] = lambda value: True
-    why_not: Callable[[Any], str] = lambda value: ""  # what other values do
+def _depth(drafter: Any) -> Limit:
+    limit = integer(drafter.num_draft_steps)
+    return Limit(limit.valid, f"{limit.wanted}, the greatest depth of this drafter")
 
 
-def _keeps_seeds(value: Any) -> bool:
-    return not (isinstance(value, str) and value in TREE_BUILDERS and TREE_BUILDERS[value].draws)
+def _leader(drafter: Any) -> Limit:
+    least = drafter.least_ngram_length
+    shortest = "0 (no n-grams)" if least == 0 else f"{least}, the least of a {type(drafter).__name__},"
+    return Limit(integer(MOST_LEADING, least).valid, f"an integer from {shortest} to {MOST_LEADING}")
 
 
-def _is_free_rule(value: Any) -> bool:
-    if not isinstance(value, str):
-        return True  # an invalid value is reported by the checks of options
-    return value in VERIFIERS and VERIFIERS[value].exact and VERIFIERS[value].own_draws
+def _why_no_builder(value: Any) -> str:
+    draws = isinstance(value, str) and value in TREE_BUILDERS and TREE_BUILDERS[value].draws
+    return _OTHER_SAMPLES if draws else ""
 
 
 def _why_no_rule(value: Any) -> str:
+    if not isinstance(value, str):
+        return ""  # an invalid value is reported by the checks of options
     if value not in VERIFIERS:
         return "this installation has no such rule"
-    return "it is lossy and may change the text" if is_lossy(value) else _OTHER_SAMPLES
+    if is_lossy(value):
+        return "it is lossy and may change the text"
+    return "" if VERIFIERS[value].own_draws else _OTHER_SAMPLES
+
+
+def _why_no_history(value: Any) -> str:
+    return "" if value in (None, NO_HISTORY) else "a history keeps users' texts"
 
 
 def _is_history(value: Any) -> bool:
@@ -89,42 +92,37 @@ _PROBABILITY = Limit(lambda value: is_number(value) and 0.0 <= value < 1.0, "a p
 _CONTINUED = Limit(integer(NGRAM_DEPTH, 0).valid, f"an integer from 0 (none) to {NGRAM_DEPTH}")
 _KEPT = Limit(_is_history, '"off", "memory", or a folder: one that exists, or a path with a separator, as "./history"')
 
-COMMON_OPTIONS: Mapping[str, CommonOption] = {
-    "num_assistant_tokens": CommonOption(),
-    "tree_size": CommonOption(None, integer(MOST_NODES)),
-    "beam_width": CommonOption(None, integer(MOST_NODES)),
-    "assistant_confidence_threshold": CommonOption(0.0, _PROBABILITY),
-    "tree_builder": CommonOption("beam", None, _keeps_seeds, lambda value: _OTHER_SAMPLES),
-    "verification": CommonOption("walk", None, _is_free_rule, _why_no_rule),
-    "ngram_length": CommonOption(4),
-    "ngram_continuation": CommonOption(0, _CONTINUED),
-    "tree_sizing": CommonOption("cost", choice("cost", "fixed")),
-    "node_cost": CommonOption(),
-    "depth_cost": CommonOption(),
-    "packed_weights": CommonOption(None, _if_it_pays("packing")),
-    "compiled_layers": CommonOption(
-        None, _if_it_pays("compiling"), lambda value: not value, lambda value: "it starts a compiler"
-    ),
-    "adapter_name": CommonOption(
-        None, None, lambda value: value is None, lambda value: "adapters are loaded by name in code"
-    ),
-    "history": CommonOption(
-        NO_HISTORY, _KEPT, lambda value: value in (None, NO_HISTORY), lambda value: "a history keeps users' texts"
-    ),
-}
+_OF_ALL = (
+    Option("num_assistant_tokens", limit=_depth),
+    Option("tree_size", limit=integer(MOST_NODES)),
+    Option("beam_width", limit=integer(MOST_NODES)),
+    Option("assistant_confidence_threshold", 0.0, _PROBABILITY),
+    Option("tree_builder", "beam", lambda drafter: choice(*TREE_BUILDERS), why_not_free=_why_no_builder),
+    Option("verification", "walk", why_not_free=_why_no_rule),
+    Option("ngram_length", 4, _leader),
+    Option("ngram_continuation", 0, _CONTINUED),
+    Option("tree_sizing", "cost", choice("cost", "fixed")),
+    Option("node_cost"),
+    Option("depth_cost"),
+    Option("packed_weights", limit=_if_it_pays("packing")),
+    Option("compiled_layers", None, _if_it_pays("compiling"), "", lambda value: "it starts a compiler" * bool(value)),
+    Option("adapter_name", why_not_free=lambda value: "" if value is None else "adapters are loaded by name in code"),
+    Option("history", NO_HISTORY, _KEPT, why_not_free=_why_no_history),
+)
+COMMON_OPTIONS: Mapping[str, Option] = {option.name: option for option in _OF_ALL}  # of all drafters
 
 
 def free_options(stored: Mapping[str, Any], where: Any) -> tuple[dict[str, Any], str]:
     """Returns the options in a drafter's files that need no consent, and a line about the others, if any."""
-    common = {name: value for name, value in stored.items() if name in COMMON_OPTIONS}
-    refused = {name: value for name, value in common.items() if not COMMON_OPTIONS[name].is_free(value)}
+    why = {name: COMMON_OPTIONS[name].why_not_free(stored[name]) for name in stored if name in COMMON_OPTIONS}
+    refused = [name for name in why if why[name]]
     free = {name: value for name, value in stored.items() if name not in refused}
     if not refused:
         return free, ""
-    asked = [f"{name}={printable(value)} ({COMMON_OPTIONS[name].why_not(value)})" for name, value in refused.items()]
+    asked = [f"{name}={printable(stored[name])} ({why[name]})" for name in refused]
     return free, (
         f"the options saved in {where} ask for {', '.join(asked)}. It is not used, as a drafter's files do not decide "
-        f"this. To use it, load the drafter, set drafter.generation_config.{next(iter(refused))}, and pass the drafter "
+        f"this. To use it, load the drafter, set drafter.generation_config.{refused[0]}, and pass the drafter "
         "itself, not its name"
     )
 
@@ -153,7 +151,7 @@ def lossy_rule(text: str) -> tuple[str, dict[str, Any]]:
         try:
             number = float(value)
         except ValueError:
-            raise ValueError(f"{text!r}: {option}={value} is invalid: expected {own[option].expected}") from None
+            raise ValueError(f"{text!r}: {option}={value} is invalid: expected {own[option].limit.wanted}") from None  # type: ignore[union-attr]
         whole = isinstance(own[option].default, int) and number.is_integer()
         options[option] = own[option].checked(int(number) if whole else number)
     return name, options

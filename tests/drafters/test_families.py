@@ -10,6 +10,7 @@ from transformers import AutoModel, PreTrainedConfig
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, HSDraftConfig, HSDrafter, register_drafter
 from hf_hsdraft.bench.systems import Variant, drafted_system
+from hf_hsdraft.core.checks import Limit
 from hf_hsdraft.core.draft_tree import TREE_BUILDERS, Expansion, TreeLimits
 from hf_hsdraft.core.options import Option
 from hf_hsdraft.drafters.base.draft_options import default_options
@@ -32,7 +33,7 @@ class TinyConfig(PreTrainedConfig):
 class Base(PretrainedDrafter, Drafter):
     """What two families have in common; it belongs to none. Drafts all depths at once, out of the last token alone."""
 
-    own_options = (Option("tiny_scale", 1.0, lambda value: isinstance(value, float) and value > 0, "a float above 0"),)
+    own_options = (Option("tiny_scale", 1.0, Limit(lambda value: isinstance(value, float), "a float")),)
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__(config)

@@ -9,6 +9,7 @@ from conftest import as_plain, make_drafter, make_target
 from test_protocol import ListDrafter, ListSession
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.core.checks import Limit
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.core.options import Option
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
@@ -17,7 +18,8 @@ from hf_hsdraft.verify.registry import VERIFIERS
 from hf_hsdraft.verify.verdict import OwnChoice
 
 CALL = {"max_new_tokens": 16, "do_sample": False}
-BONUS = Option("list_bonus", 0.5, lambda value: isinstance(value, float) and 0 <= value <= 1, "a number from 0 to 1")
+SHARE = Limit(lambda value: isinstance(value, float) and 0 <= value <= 1, "a number from 0 to 1")
+BONUS = Option("list_bonus", 0.5, SHARE)
 
 
 class BonusDrafter(ListDrafter):
@@ -60,10 +62,10 @@ def test_wrong_values_and_names_are_told(target, drafter, prompt):
 
 def test_an_option_cannot_take_a_name_that_means_something_else(drafter):
     for taken in ("tree_size", "temperature", "exact"):
-        drafter.own_options = (Option(taken, 1, bool, "anything"),)
+        drafter.own_options = (Option(taken, 1),)
         with pytest.raises(ValueError, match=f"{taken} means something else"):
             DraftOptions.of(drafter)
-    drafter.own_options = (Option("same", 1, bool, "anything"), Option("same", 2, bool, "anything"))
+    drafter.own_options = (Option("same", 1), Option("same", 2))
     with pytest.raises(ValueError, match="same means something else"):
         DraftOptions.of(drafter)
 
@@ -97,7 +99,7 @@ def test_names_that_mean_nothing_are_told_with_the_nearest_option(target, drafte
 class Careful(OwnChoice):
     """Accepts no path deeper than its option says."""
 
-    own_options = (Option("careful_depth", 1, lambda value: value in (0, 1, 2), "0, 1 or 2"),)
+    own_options = (Option("careful_depth", 1, Limit(lambda value: value in (0, 1, 2), "0, 1 or 2")),)
 
     def judge(self, tree: DraftTree, nodes):
         return super().judge(tree, nodes).cut(tree, self.careful_depth)
@@ -131,7 +133,7 @@ def test_rules_may_share_an_option_but_not_its_name(drafter, monkeypatch):
         pass
 
     class Other(OwnChoice):
-        own_options = (Option("careful_depth", 5, lambda value: True, "anything"),)
+        own_options = (Option("careful_depth", 5),)
 
     monkeypatch.setitem(VERIFIERS, "careful", Careful())
     monkeypatch.setitem(VERIFIERS, "more_careful", MoreCareful())

@@ -7,8 +7,8 @@ not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +21,6 @@ from ...core.checks import (
     choice,
     demand,
     few,
-    integer,
     is_misspelt,
     is_number,
     nearest_option,
@@ -52,8 +51,6 @@ HISTORY_NOT_TAKEN = (
     "the target's generation configuration, or the call, asks for history={value}. It is not used, since a history "
     "keeps users' texts. To use it, set drafter.generation_config.history"
 )
-
-MOST_LEADING = 16  # longest n-gram leader, in tokens
 
 
 @dataclass(frozen=True)
@@ -126,59 +123,41 @@ class DraftOptions:
                 return set_here
             return given
 
-        _check(option, drafter)
-        builder: str = option("tree_builder")
-        draws, whole = TREE_BUILDERS[builder].draws, TREE_BUILDERS[builder].whole
+        known = {**COMMON_OPTIONS, **own}
+        values = {name: each.checked(option(name), drafter) for name, each in known.items()}
+        _check_together(values, drafter)
+        builder = TREE_BUILDERS[values["tree_builder"]]
+        if builder.draws:  # which needs known probabilities; dropping some nodes would bias the output
+            values |= {"ngram_length": 0, "ngram_continuation": 0, "history": NO_HISTORY}
+        if builder.draws or builder.whole:  # "cost" keeps only the best nodes
+            values["tree_sizing"] = "fixed"
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
         options = cls(
-            depth=option("num_assistant_tokens"),
-            tree_size=option("tree_size"),
-            beam_width=option("beam_width"),
-            threshold=option("assistant_confidence_threshold"),
-            tree_builder=builder,
-            verification=option("verification"),
-            drawn=draws,
-            temperature=call.temperature if draws and sampled else 1.0,  # type: ignore[union-attr]
-            # Drawn nodes need known probabilities; dropping some would bias the output.
-            ngram_length=option("ngram_length") if not draws else 0,
-            ngram_continuation=option("ngram_continuation") if not draws else 0,
-            tree_sizing="fixed" if draws or whole else option("tree_sizing"),  # "cost" keeps only the best nodes
-            costs=_given_costs(option("node_cost"), option("depth_cost")),
-            packed_weights=option("packed_weights"),
-            compiled_layers=option("compiled_layers"),
-            adapter_name=option("adapter_name"),
-            history=option("history") if not draws else NO_HISTORY,
-            own={name: each.checked(option(name)) for name, each in own.items()},
+            depth=values["num_assistant_tokens"],
+            threshold=values["assistant_confidence_threshold"],
+            drawn=builder.draws,
+            temperature=call.temperature if builder.draws and sampled else 1.0,  # type: ignore[union-attr]
+            costs=_given_costs(values["node_cost"], values["depth_cost"]),
+            own={name: values[name] for name in own},
+            **{each.name: values[each.name] for each in fields(cls) if each.name in COMMON_OPTIONS},
         )
         drafter.check_together(options)
         return options
 
 
-def _limits(drafter: Any) -> dict[str, Limit]:
-    least, depth = drafter.least_ngram_length, integer(drafter.num_draft_steps)
-    shortest = "0 (no n-grams)" if least == 0 else f"{least}, the least of a {type(drafter).__name__},"
-    return {name: each.limit for name, each in COMMON_OPTIONS.items() if each.limit is not None} | {
-        "num_assistant_tokens": Limit(depth.valid, f"{depth.wanted}, the greatest depth of this drafter"),
-        "ngram_length": Limit(integer(MOST_LEADING, least).valid, f"an integer from {shortest} to {MOST_LEADING}"),
-        "tree_builder": choice(*TREE_BUILDERS),
-    }
-
-
-def _check(option: Callable[[str], Any], drafter: Any) -> None:
-    for name, limit in _limits(drafter).items():
-        demand(limit.valid(option(name)), name, option(name), f"expected {limit.wanted}")
-    if option("adapter_name") not in (None, ""):
+def _check_together(values: Mapping[str, Any], drafter: Any) -> None:
+    if values["adapter_name"] not in (None, ""):
         wanted = "expected none, as hf_hsdraft/methods/adapters.py is not here"
-        demand(bool(offered("adapting")), "adapter_name", option("adapter_name"), wanted)
-        load("adapting", "peft").check_adapter_name(drafter, option("adapter_name"))
-    if not choice(*VERIFIERS).valid(option("verification")):
+        demand(bool(offered("adapting")), "adapter_name", values["adapter_name"], wanted)
+        load("adapting", "peft").check_adapter_name(drafter, values["adapter_name"])
+    if not choice(*VERIFIERS).valid(values["verification"]):
         # Only here: whether a rule is lossy is known once its method is loaded.
         rules = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in VERIFIERS)
-        demand(False, "verification", option("verification"), f"expected one of {rules}")
-    valid, more = option("ngram_length") or not option("ngram_continuation"), option("ngram_continuation")
+        demand(False, "verification", values["verification"], f"expected one of {rules}")
+    valid, more = values["ngram_length"] or not values["ngram_continuation"], values["ngram_continuation"]
     wanted = "ngram_length is 0, and without n-grams there is nothing to append; set that to 1 or more, or this to 0"
     demand(valid, "ngram_continuation", more, wanted)
-    builder, verification = option("tree_builder"), option("verification")
+    builder, verification = values["tree_builder"], values["verification"]
     if VERIFIERS[verification].drawn_nodes and not TREE_BUILDERS[builder].draws:
         raise ValueError(
             f"verification={verification!r} is invalid with tree_builder={builder!r}: its ratio holds for drawn nodes "
@@ -268,8 +247,7 @@ REFINER_OPTIONS = tuple(
     Option(
         name,
         0.0,
-        lambda value: is_number(value) and 0.0 <= value < 1.0,
-        f"a number from 0 (no {name}) to below 1",
+        Limit(lambda value: is_number(value) and 0.0 <= value < 1.0, f"a number from 0 (no {name}) to below 1"),
         "Share of the refiner in the logits of drafted tokens.",
     )
     for name in REFINERS

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ...core.options import Option
 from ...core.tensors import batched_attention
+from ..base.plain_config import FLAG
 from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import ParallelSession
 from ..base.target_weights import TargetWeights
@@ -99,8 +100,7 @@ def training_attention(
 CONFIDENCE = Option(
     "use_confidence_head",
     True,
-    lambda value: isinstance(value, bool),
-    "true or false",
+    FLAG,
     "Whether a confidence head decides with the drafter's probabilities which nodes are drafted.",
 )
 

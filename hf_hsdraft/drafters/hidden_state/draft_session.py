@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ...core.checks import is_number
+from ...core.checks import Limit, is_number
 from ...core.draft_tree import DraftTree, merge_trees
 from ...core.options import Option
 from ...core.tensors import Attend, on_device
@@ -34,8 +34,8 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]  # of a layer, each `[kv_heads, P,
 _GONE = "skip"  # may be saved in drafters of an earlier version
 REUSES = ("none", "ensemble", "resample")
 REUSE_OPTIONS = (
-    Option("reuse", "none", lambda value: value in (*REUSES, _GONE), f"one of {', '.join(REUSES)}"),
-    Option("reuse_weight", 0.4, lambda value: is_number(value) and value >= 0.0, "a number of 0 or more"),
+    Option("reuse", "none", Limit(lambda value: value in (*REUSES, _GONE), f"one of {', '.join(REUSES)}")),
+    Option("reuse_weight", 0.4, Limit(lambda value: is_number(value) and value >= 0.0, "a number of 0 or more")),
 )
 
 

@@ -15,9 +15,9 @@ from ...core.checks import demand, integer, is_integer, is_misspelt, nearest_opt
 from ...core.refusals import DraftingRefused
 from ...core.tuning import NGRAM_DEPTH
 from ...runtime.target_limits import text_config
-from ...verify.registry import COMMON_OPTIONS
+from ...verify.registry import COMMON_OPTIONS, MOST_LEADING
 from ..base.auto_drafter import Found, register_finder
-from ..base.draft_options import MOST_LEADING, default_options
+from ..base.draft_options import default_options
 from ..base.plain_config import AnyTarget
 from ..base.protocol import Call
 from ..base.registry import TREES, register_drafter

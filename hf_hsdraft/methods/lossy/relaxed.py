@@ -103,7 +103,7 @@ _WINDOW = integer(64, least=0)
 
 def option(name: str, default: float, limit: Limit, doc: str) -> Option:
     """Declares an option of a lossy rule."""
-    return Option(name, default, limit.valid, limit.wanted, f"Lossy rule `{name.partition('_')[0]}`: {doc}")
+    return Option(name, default, limit, f"Lossy rule `{name.partition('_')[0]}`: {doc}")
 
 
 class FLy(Relaxed):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ...core.checks import MOST_NODES, check_fields, demand, integer, setting
+from ...core.checks import MOST_NODES, Limit, check_fields, demand, integer, setting
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
@@ -31,8 +31,7 @@ logger = logging.get_logger(__name__)
 LAYER_REUSE = Option(
     "layer_reuse",
     True,
-    lambda value: isinstance(value, bool),
-    "True or False",
+    Limit(lambda value: isinstance(value, bool), "True or False"),
     "Whether verification continues from what the first layers have read of a draft, or reads it again.",
 )
 

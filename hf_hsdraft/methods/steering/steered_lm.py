@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ...core.checks import is_integer, printable
+from ...core.checks import Limit, is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Accepted, Call, Read, weights_of
@@ -207,7 +207,12 @@ class SteeredLMDrafter(CausalLMDrafter):
     """
 
     own_options = (
-        Option("steering", True, lambda value: isinstance(value, bool), "True or False", "Whether drafts are steered."),
+        Option(
+            "steering",
+            True,
+            Limit(lambda value: isinstance(value, bool), "True or False"),
+            "Whether drafts are steered.",
+        ),
     )
     steering: Any  # a Steering; None until there is one
 
