@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.checks import demand, is_integer, printable
-from ..drafters.base.drafted_ids import TOKEN_MAP
+from ..drafters.base.published import TOKEN_MAP
 from ..drafters.base.published_format import Files, PublishedFormat, speculators, told
 from ..drafters.base.published_layers import sizes
 from ..drafters.eagle.drafter import EagleDrafter

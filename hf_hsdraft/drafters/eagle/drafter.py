@@ -25,10 +25,16 @@ from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import text_config
 from ..base.decoder_layer import AttendByLayer, rotary_of
 from ..base.draft_options import DraftOptions
-from ..base.drafted_ids import TOKEN_MAP, offsets_listed
 from ..base.packed_texts import PackedTexts
 from ..base.protocol import Accepted, Ask, Call, Read, weights_of
-from ..base.published import PublishedNetwork, SpeculatorsFiles, refuse_unsaid, speculators_document
+from ..base.published import (
+    TOKEN_MAP,
+    PublishedNetwork,
+    SpeculatorsFiles,
+    offsets_listed,
+    refuse_unsaid,
+    speculators_document,
+)
 from ..base.reading_session import (
     Columns,
     DraftedNodes,

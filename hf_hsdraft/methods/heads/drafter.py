@@ -21,10 +21,9 @@ from torch import nn
 from ...core.checks import POSITIVE, integer, public_name, setting
 from ...core.draft_tree import Expansion
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.drafted_ids import TOKEN_MAP, offsets_listed
 from ...drafters.base.plain_config import FLAG, TargetSizes, described
 from ...drafters.base.protocol import Accepted, Ask, Call, Read, weights_of
-from ...drafters.base.published import PublishedNetwork, SpeculatorsFiles
+from ...drafters.base.published import TOKEN_MAP, PublishedNetwork, SpeculatorsFiles, offsets_listed
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots, ends_of
 from ...drafters.base.target_weights import TargetWeights, borrow
 from ...drafters.base.tree_session import LevelExpansion
