@@ -1,5 +1,6 @@
 """Divergences of DistillSpec (section 4), LK losses and FastVLM, which gained nothing here over those of the core, and
-weights of predictions by how the drafter itself would fare: D-PACE, and the depths that greedy decoding reaches.
+weights of predictions by how the drafter itself would fare: D-PACE, and the depths that greedy decoding reaches. Then
+distances of drafted states from the target's: a regression at the start, and the cosine distance of FastVLM.
 
 `nla` and `lk_hybrid` aim at the acceptance of rejection sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q).
 
@@ -11,15 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from ..core.checks import demand
+from ..training.loop.arguments import METHOD_OPTIONS, MethodOption
 from ..training.loss.chains import ChainLabels
-from ..training.loss.loss import WEIGHTINGS, Score
+from ..training.loss.loss import WEIGHTINGS, Term, Total
 from ..training.loss.objectives import OBJECTIVES, Objective, forward_kl, hard_labels, kl, total_variation
 
 _LK_DECAY, _FLOOR = 3.0, 0.5
+_FADED = 500  # steps, by default
 
 
 def reverse_kl(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -93,9 +99,7 @@ def reached(right: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _foreseen(
-    total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _foreseen(total: Total, place: torch.Tensor, labels: ChainLabels) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the drafter's probabilities of `hard_labels` `[S, K]`, and whether they are its first choices."""
 
     def score(
@@ -108,20 +112,38 @@ def _foreseen(
     kind = place.device.type
     # Parameters that are cast here, without gradients, must not stand in for those that need them.
     with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
-        _, found = total(score)
+        _, found = total(replace(labels, measured=True), score)
     known = found.new_ones(labels.valid.numel(), 2)
     known[place] = found
     probability, right = known.unbind(dim=-1)
     return probability.view_as(labels.valid), right.view_as(labels.valid) > 0
 
 
-def _d_pace(total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels) -> torch.Tensor:
-    return d_pace(_foreseen(total, place, labels)[0], labels.valid)
+def _weight_of(name: str, distance: Callable[..., torch.Tensor]) -> MethodOption:
+    """The weight of a distance of drafted states from the target's final ones. That of the regression falls to 0."""
+
+    def made(args: Any, weight: float) -> Term:
+        steps = args.method_options.get("regression_steps", _FADED) if name == "regression_weight" else math.inf
+
+        def added(drafted: torch.Tensor, goals: torch.Tensor, shares: torch.Tensor, step: int) -> torch.Tensor:
+            return weight * max(0.0, 1.0 - step / max(steps, 1)) * (distance(drafted, goals) * shares).sum()
+
+        return Term(of_states=added)
+
+    return MethodOption(float, lambda args, value: demand(value >= 0, name, value, "expected 0 or more"), 0.0, made)
 
 
-def _reached(total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels) -> torch.Tensor:
-    return reached(_foreseen(total, place, labels)[1], labels.valid)
+def _smooth_l1(drafted: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
+    return F.smooth_l1_loss(drafted, goals, reduction="none").float().mean(dim=-1)
 
 
-WEIGHTINGS["d-pace"] = _d_pace
-WEIGHTINGS["valid-prefix"] = _reached
+def _cosine(drafted: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
+    return 1 - F.cosine_similarity(drafted.float(), goals.float(), dim=-1)
+
+
+WEIGHTINGS["d-pace"] = Term(lambda total, place, labels: d_pace(_foreseen(total, place, labels)[0], labels.valid))
+_REACHED = Term(lambda total, place, labels: reached(_foreseen(total, place, labels)[1], labels.valid))
+METHOD_OPTIONS["valid_prefix"] = MethodOption(bool, default=False, term=lambda args, value: _REACHED)
+METHOD_OPTIONS["regression_weight"] = _weight_of("regression_weight", _smooth_l1)
+METHOD_OPTIONS["regression_steps"] = MethodOption(int, default=_FADED)
+METHOD_OPTIONS["cosine_weight"] = _weight_of("cosine_weight", _cosine)

@@ -202,7 +202,7 @@ def test_a_run_takes_them_and_its_card_says_so(chatty, tokenizer, tmp_path, fami
     assert arguments.get("objective", "forward_kl") in recipe
     assert f"on {arguments.get('data_policy', 'teacher')} data" in recipe
     assert ("(rejected_drafts 2)" in recipe) == ("rejected_drafts" in arguments)
-    assert ("depth weights by D-PACE" in recipe) == ("depth_weighting" in arguments)
+    assert ("depth weights by d-pace" in recipe) == ("depth_weighting" in arguments)
     assert decodes_as_plain(chatty, drafter)
 
 

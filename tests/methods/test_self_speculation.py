@@ -22,7 +22,7 @@ from hf_hsdraft.runtime.tree_reading import read_trees
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
+from hf_hsdraft.training.loop.arguments import METHOD_OPTIONS, DrafterTrainingArguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.chains import Chains, Pack, true_labels, unroll
 from hf_hsdraft.training.loss.loss import ChainLoss
@@ -268,6 +268,7 @@ def packed(target) -> tuple[torch.Tensor, Pack]:
     return ids, Pack.of(read_features(target, (2,), [chat], dtype=torch.float32))
 
 
+@torch.no_grad()
 def loss_by_hand(drafter, target, ids: torch.Tensor, place: int) -> tuple[float, float, float]:
     """Divergence, cross-entropy and cosine distance of the prediction at a position."""
     states, head = target(ids[None], output_hidden_states=True).hidden_states, target.get_output_embeddings().weight
@@ -277,19 +278,19 @@ def loss_by_hand(drafter, target, ids: torch.Tensor, place: int) -> tuple[float,
     return float((p.exp() * (p - q)).sum()), -float(q[p.argmax()]), 1 - float(cosine)
 
 
-@torch.no_grad()
 def test_the_loss_is_a_cosine_a_divergence_and_a_cross_entropy():
     target = target_of("llama")
     drafter = make_self(target, right=False)
     ids, pack = packed(target)
     chains = Chains(torch.tensor([3, 6]), 2, torch.ones(2, dtype=torch.bool))
-    weights, head = borrow(drafter, target), target.get_output_embeddings().weight
-    drafter.loss_function = ChainLoss(weights, head, objective_of("kl_ce", 0.25), [1.0] * 4, cosine_weight=2.0)
+    weights, head = borrow(drafter, target), target.get_output_embeddings().weight.detach()
+    terms = [METHOD_OPTIONS["cosine_weight"].term(None, 2.0)]
+    drafter.loss_function = ChainLoss(weights, head, objective_of("kl_ce", 0.25), [1.0] * 4, terms=terms)
     labels = true_labels(pack, chains, 4)
     found = unroll(drafter, family_of(drafter).predictions(drafter, weights), pack, chains, labels.tokens, labels).loss
     parts = [loss_by_hand(drafter, target, ids, place) for place in (4, 5, 6, 7, 7, 8, 9, 10)]  # i + 1 + d
     total = sum(0.75 * divergence + 0.25 * entropy + 2 * cosine for divergence, entropy, cosine in parts)
-    assert float(found.loss) == pytest.approx(total / 8, rel=1e-4)
+    assert float(found.loss.detach()) == pytest.approx(total / 8, rel=1e-4)
 
 
 def test_rolled_chains_weigh_no_more_than_others(tmp_path):
@@ -299,7 +300,7 @@ def test_rolled_chains_weigh_no_more_than_others(tmp_path):
     ids, pack = packed(target)
     chains = Chains(torch.tensor([6, 1, 3, 5, 8]), 1, torch.ones(5, dtype=torch.bool))  # one of five is followed
     fields = {"output_dir": str(tmp_path), "use_cpu": True, "eval_strategy": "no", "load_best_model_at_end": False}
-    fields |= {**TRAINABLE["self"].arguments, "cosine_weight": 0.0}
+    fields |= {name: value for name, value in TRAINABLE["self"].arguments.items() if name != "cosine_weight"}
     found = {}
     for kind in ("by-prediction", "fixed"):
         args = DrafterTrainingArguments(**{**fields, "depth_weighting": kind})
@@ -336,7 +337,7 @@ def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, 
     as_plain(chatty, loaded.float(), padded(1), max_new_tokens=12)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| family | self |" in card and "first 2 of 3 layers" in card
-    assert "kl_ce (ce_share 0.5) + 1 x cosine distance of states on teacher data" in card
+    assert "kl_ce (ce_share 0.5) on teacher data (cosine_weight 1.0)" in card
     assert "weights of predictions by depth 1.00, 0.80, 0.64" in card
     told = CliRunner().invoke(app, ["info", str(tmp_path / "out")], catch_exceptions=False).output
     assert "self_speculation" in told

@@ -13,7 +13,7 @@ from test_trainable import borrow, fresh, loss_of, packed
 from hf_hsdraft.methods.losses import d_pace, nla
 from hf_hsdraft.methods.on_policy import RejectedDrafts, rejected_draft
 from hf_hsdraft.training.families.trainable import family_of
-from hf_hsdraft.training.loop.arguments import training_arguments
+from hf_hsdraft.training.loop.arguments import METHOD_OPTIONS, training_arguments
 from hf_hsdraft.training.loss import loss as loss_module
 from hf_hsdraft.training.loss.chains import Chains, true_labels, unroll
 from hf_hsdraft.training.loss.loss import WEIGHTINGS
@@ -163,8 +163,8 @@ def test_the_loss_of_chains_is_the_sum_of_its_predictions(target, kind, streams)
         rejected = RejectedDrafts(columns, costs)
         labels = replace(labels, further=rejected, count=labels.count + costs.sum(dim=0))
     pace, prefix = streams in ("d-pace", "both"), streams == "valid prefix"
-    weightings = [WEIGHTINGS[name] for name, wanted in (("d-pace", pace), ("valid-prefix", prefix)) if wanted]
-    parts = loss_of(drafter, target, pack, chains, labels, weightings=weightings, chunk_logits=2 * 40, scored_logits=40)
+    terms = [WEIGHTINGS["d-pace"]] * pace + [METHOD_OPTIONS["valid_prefix"].term(None, True)] * prefix
+    parts = loss_of(drafter, target, pack, chains, labels, terms=terms, chunk_logits=2 * 40, scored_logits=40)
     found = gradients(parts.loss, drafter)
 
     total, count = torch.zeros((), dtype=torch.float64), 1.0 if streams == "fixed" else labels.valid.sum().item()
@@ -216,7 +216,7 @@ def test_d_pace_takes_one_more_product_by_each_head(target, kind, monkeypatch):
         for counts in products.values():
             counts.clear()
         loss_of(
-            drafter, target, pack, chains, labels, weightings=[WEIGHTINGS["d-pace"]] * pace, chunk_logits=2 * 40
+            drafter, target, pack, chains, labels, terms=[WEIGHTINGS["d-pace"]] * pace, chunk_logits=2 * 40
         ).loss.backward()
         rows[pace] = {name: sum(counts) for name, counts in products.items()}
         assert max(map(max, products.values())) == drafter.loss_function.rows_per_chunk <= 2
@@ -248,7 +248,7 @@ def test_d_pace_in_bfloat16_leaves_no_parameter_without_gradient(target, kind):
     for pace in (False, True):
         drafter.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(drafter, target, pack, chains, labels, weightings=[WEIGHTINGS["d-pace"]] * pace).loss
+            loss = loss_of(drafter, target, pack, chains, labels, terms=[WEIGHTINGS["d-pace"]] * pace).loss
         found[pace] = {name for name, each in gradients(loss, drafter).items() if each.abs().max() > 0}
     least = 4 if kind == "steered-lm" else 6  # a steering has four
     assert found[True] == found[False] and len(found[True]) >= least
@@ -279,3 +279,11 @@ def test_options_that_do_not_apply_are_refused(tmp_path, given, message):
 def test_d_pace_weighs_depths_evenly_where_drafters_are_compared(tmp_path):
     arguments = training_arguments(tmp_path, {"depth_weighting": "d-pace"}, "cpu")
     assert arguments.weights_of_depths(3) == [1.0, 1.0, 1.0]
+
+
+def test_the_regression_on_states_fades(tmp_path):
+    given = {"regression_weight": 2.0, "regression_steps": 4}
+    added = training_arguments(tmp_path, given, "cpu").terms["regression_weight"].of_states
+    states = torch.full((2, 3), 0.5), torch.zeros(2, 3), torch.tensor([0.5, 0.25])  # each differs by 0.5 ** 2 / 2
+    found = [float(added(*states, step)) for step in range(6)]
+    assert found == pytest.approx([2 * share * 0.75 * 0.125 for share in (1, 0.75, 0.5, 0.25, 0, 0)])

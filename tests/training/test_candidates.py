@@ -74,7 +74,7 @@ def gradients(drafter, target, pack, chains, labels, candidates, **fields):
 @pytest.mark.parametrize("kind", BY_COLUMNS)
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"weightings": [WEIGHTINGS["d-pace"]], "objective": OBJECTIVES["forward_kl"]}],
+    [{}, {"terms": [WEIGHTINGS["d-pace"]], "objective": OBJECTIVES["forward_kl"]}],
     ids=["ce_tv", "d_pace"],
 )
 def test_with_all_columns_the_loss_is_that_of_the_vocabulary(target, kind, fields):

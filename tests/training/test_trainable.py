@@ -32,7 +32,7 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.family import width_of
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
+from hf_hsdraft.training.loop.arguments import METHOD_OPTIONS, DrafterTrainingArguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.chains import Chains, Pack, chain_starts, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.loss import ChainLoss
@@ -519,7 +519,8 @@ def test_neither_padding_nor_chunks_change_loss_or_gradients(target, kind):
     chains = Chains(torch.tensor([8, 17, 30, 43]), 3, torch.ones(4, dtype=torch.bool))
     filled = Chains(torch.tensor([8, 17, 30, 0, 43, 0]), 4, torch.tensor([True, True, True, False, True, False]))
     chunk = 2 * len(borrow(drafter, target).vocab_ids)
-    regression = 0.3 * (width_of(drafter.config) == target.config.hidden_size)
+    wide = width_of(drafter.config) == target.config.hidden_size
+    terms = [METHOD_OPTIONS["regression_weight"].term(SimpleNamespace(method_options={}), 0.3)] if wide else []
     results = []
     for multiple, picked, sizes in (
         (1, chains, {}),
@@ -527,9 +528,9 @@ def test_neither_padding_nor_chunks_change_loss_or_gradients(target, kind):
         (1, chains, {"chunk_logits": chunk, "scored_logits": chunk}),
     ):
         pack = packed(target, drafter, 20, 26, multiple=multiple)
-        labels = replace(true_labels(pack, picked, 3), regression=regression)
+        labels = true_labels(pack, picked, 3)
         drafter.zero_grad()
-        parts = loss_of(drafter, target, pack, picked, labels, **sizes)
+        parts = loss_of(drafter, target, pack, picked, labels, terms=terms, **sizes)
         parts.loss.backward()
         results.append((parts, {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}))
     plain, gradients = results[0]

@@ -124,8 +124,7 @@ class CTCLoss:
         parameters = SpecFormerFamily().predictions(drafter, self.weights).parameters
         loss, statistics = sum_over_chunks(compare, columns, parameters, max(1, self.rows_per_chunk // steps))
         depth = torch.arange(count, device=device).expand(chains, -1)
-        nothing = torch.zeros((), device=device)
-        return loss_parts(loss, statistics[valid], depth[valid], steps, nothing, labels.measured)
+        return loss_parts(loss, statistics[valid], depth[valid], steps, labels.measured)
 
     def _statistics(self, frames: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
         """Returns `[n, labels, 3]`: cross-entropy, confidence of the first choice, and whether it is the label."""
@@ -164,7 +163,7 @@ def _check(config: Any, args: Any) -> None:
         "cosine_weight": 0.0, "valid_prefix": False, "candidates": 0,
     }  # fmt: skip
     for name, only in only_values.items():
-        value = getattr(args, name)
+        value = args.method_options.get(name, getattr(args, name, only))
         if value != only:
             raise ValueError(
                 f"{name}={value!r} is invalid with objective='ctc', which compares all frames of a chain with the text "

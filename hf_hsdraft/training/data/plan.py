@@ -306,12 +306,6 @@ class LearningOptions:
     depth_weighting: Annotated[str, "How depths are weighted: fixed, by-prediction, d-pace."] = "fixed"
     depth_decay: Annotated[float, "Depth d weighs depth_decay ** d."] = 0.8
     depth_weights: Annotated[list[float] | None, "Weight of each depth, as 1,0.8,0.6, instead of depth_decay."] = None
-    valid_prefix: Annotated[bool, "Count only the depths that greedy decoding reaches."] = False
-    regression_weight: Annotated[float, "Weight of the regression on hidden states at the first step."] = 0.0
-    regression_steps: Annotated[int, "Number of steps after which that weight is 0."] = 500
-    cosine_weight: Annotated[
-        float, "Weight of the cosine distance between drafted and final hidden states.", {"min": 0}
-    ] = 0.0
     chains_per_conversation: Annotated[int, "Number of chain starts drawn from a conversation.", {"min": 1}] = 160
     rolled_fraction: Annotated[
         float,

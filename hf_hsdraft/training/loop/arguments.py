@@ -17,19 +17,25 @@ from transformers.integrations import get_reporting_integration_callbacks
 from ...core.methods import Registry
 from ..data.plan import LearningOptions, check_limits
 from ..loss.chains import DATA_POLICIES
+from ..loss.loss import WEIGHTINGS, Term
 from ..loss.objectives import OBJECTIVES, WHOLE_LOSSES, objective_of
 
 _OBJECTIVES = (*OBJECTIVES, *WHOLE_LOSSES)
-_DEPTH_WEIGHTINGS = ("fixed", "by-prediction", "d-pace")
+_DEPTH_WEIGHTINGS = ("fixed", "by-prediction", *WEIGHTINGS)
 _MINUTES = ("max_minutes", "max_training_minutes")
 
 
 @dataclass(frozen=True)
 class MethodOption:
-    """A training argument of one method; `check` raises a ValueError if a value does not go with the other ones."""
+    """A training argument of one method; `check` raises a ValueError if a value does not go with the other ones.
+
+    `term` makes what a value that is not 0 does to the loss, if anything.
+    """
 
     type: type
-    check: Callable[[DrafterTrainingArguments, Any], None]
+    check: Callable[[DrafterTrainingArguments, Any], None] = lambda args, value: None
+    default: Any = None
+    term: Callable[[DrafterTrainingArguments, Any], Term | None] = lambda args, value: None
 
 
 METHOD_OPTIONS: Registry[MethodOption] = Registry("training_option")
@@ -40,8 +46,8 @@ DRAFTER_OPTIONS: Registry[type] = Registry("drafter_option")  # fields of a meth
 class DrafterTrainingArguments(LearningOptions, TrainingArguments):
     """transformers' `TrainingArguments` with `LearningOptions`, and defaults that suit them.
 
-    `data_policy` is one of DistillSpec (section 4) or `"draft-opd"`; `cosine_weight` is of FastVLM. With a limit of
-    minutes `TimeBudget` sets the learning rate: `max_steps`, `warmup_steps` and `lr_scheduler_type` have no effect.
+    With a limit of minutes `TimeBudget` sets the learning rate: `max_steps`, `warmup_steps` and `lr_scheduler_type`
+    have no effect.
     """
 
     lr_scheduler_type: str = "cosine"
@@ -68,10 +74,10 @@ class DrafterTrainingArguments(LearningOptions, TrainingArguments):
         if self.ce_share is not None:
             objective_of(self.objective, self.ce_share)  # raises if the objective has no such share
         for name, default in (("depth_weights", None), ("depth_decay", LearningOptions.depth_decay)):
-            if self.depth_weighting == "d-pace" and getattr(self, name) != default:
+            if self.depth_weighting in WEIGHTINGS and getattr(self, name) != default:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} is invalid with depth_weighting='d-pace', which weighs depths by "
-                    "the drafter's own estimates: leave one or the other out"
+                    f"{name}={getattr(self, name)} is invalid with depth_weighting={self.depth_weighting!r}, which "
+                    "weighs depths itself: leave one or the other out"
                 )
         DATA_POLICIES[self.data_policy].check(self)
         if not 0.0 < self.rolled_fraction <= 1.0:
@@ -94,13 +100,15 @@ class DrafterTrainingArguments(LearningOptions, TrainingArguments):
         return {**super().to_dict(), **self.method_options}
 
     @property
-    def weightings(self) -> list[str]:
-        """Names in `loss.WEIGHTINGS`."""
-        return ["d-pace"] * (self.depth_weighting == "d-pace") + ["valid-prefix"] * self.valid_prefix
+    def terms(self) -> dict[str, Term]:
+        """What methods do to the loss, by option."""
+        made = {name: METHOD_OPTIONS[name].term(self, value) for name, value in self.method_options.items() if value}
+        made["depth_weighting"] = WEIGHTINGS.get(self.depth_weighting)
+        return {name: term for name, term in made.items() if term is not None}
 
     def weights_of_depths(self, steps: int) -> list[float]:
         """Returns the weight of each of K depths; a ValueError if `depth_weights` has another length."""
-        if self.depth_weighting == "d-pace":
+        if self.depth_weighting in WEIGHTINGS:
             return [1.0] * steps
         if self.depth_weights is None:
             return [self.depth_decay**depth for depth in range(steps)]
@@ -143,7 +151,7 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
         raise ValueError(
             f"{', '.join([*clocked, *timed[1:]])} would have no effect with {timed[0]}: leave one or the other out"
         )
-    options = {name: value for name, value in overrides.items() if name in METHOD_OPTIONS}
+    options = {name: overrides[name] for name in METHOD_OPTIONS if name in overrides}
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": device_type == "cpu", **overrides}
     fields = {name: value for name, value in fields.items() if name not in options}
     fields["push_to_hub"] = False  # push the finished drafter, not the checkpoints

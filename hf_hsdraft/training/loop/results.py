@@ -189,11 +189,11 @@ def _recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily
 
 
 def what_is_computed(trainer: DrafterTrainer) -> str:
-    """Describes the terms of the loss, and what is compared at a time."""
+    """Describes the loss, and what is compared at a time."""
     args = trainer.args
     options = "".join(f" ({name} {value})" for name, value in args.method_options.items())
     return (
-        f"{_terms(args)} on {args.data_policy} data{options}; at most {args.chains_per_conversation} chains "
+        f"{_objective(args)} on {args.data_policy} data{options}; at most {args.chains_per_conversation} chains "
         f"a conversation, {args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, "
         f"{_weights(trainer)}; {_compared(trainer)}"
     )
@@ -207,22 +207,13 @@ def _compared(trainer: DrafterTrainer) -> str:
     return f"logits of {trainer.loss.rows_per_chunk} predictions x {size:,} tokens at a time"
 
 
-def _terms(args: DrafterTrainingArguments) -> str:
+def _objective(args: DrafterTrainingArguments) -> str:
     objective = OBJECTIVES.get(args.objective)
     share = args.ce_share if args.ce_share is not None or objective is None else objective.ce_share
-    terms = [f"{args.objective} (ce_share {share:g})" if share else args.objective]
-    if args.cosine_weight > 0:
-        terms.append(f"{args.cosine_weight:g} x cosine distance of states")
-    if args.regression_weight > 0:
-        steps = args.regression_steps
-        terms.append(f"{args.regression_weight:g} x regression of states (0 after {steps} steps)")
-    return " + ".join(terms)
+    return f"{args.objective} (ce_share {share:g})" if share else args.objective
 
 
 def _weights(trainer: DrafterTrainer) -> str:
-    reached = ", of the depths that greedy decoding reaches" if trainer.args.valid_prefix else ""
-    if trainer.args.depth_weighting == "d-pace":
-        return f"depth weights by D-PACE{reached}"
     numbers = ", ".join(f"{weight:.2f}" for weight in trainer.loss.depth_weights)
-    by_prediction = trainer.args.depth_weighting == "by-prediction"
-    return f"{'weights of predictions by depth' if by_prediction else 'depth weights'} {numbers}{reached}"
+    own = {"fixed": "depth weights", "by-prediction": "weights of predictions by depth"}
+    return f"{own.get(kind := trainer.args.depth_weighting, f'depth weights by {kind}')} {numbers}"

@@ -25,8 +25,7 @@ _MAY_CHANGE = {"out", "eval_prompts", "answer_batch_size", "answers_from", "serv
 _FIXED = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "per_device_train_batch_size",
     "gradient_accumulation_steps", "objective", "ce_share", "data_policy", "depth_weighting", "depth_decay",
-    "depth_weights", "regression_weight", "regression_steps", "cosine_weight", "chains_per_conversation",
-    "rolled_fraction", "candidates", "drawn_candidates", "valid_prefix", "seed", "bf16",
+    "depth_weights", "chains_per_conversation", "rolled_fraction", "candidates", "drawn_candidates", "seed", "bf16",
 )  # fmt: skip
 
 
@@ -46,7 +45,7 @@ def settings_of(identity: str, plan: TrainingPlan, args: DrafterTrainingArgument
         "target": identity,
         "answers by the clock": args.max_minutes is not None,  # decides how many conversations there are
         **{name: str(getattr(args, name)) for name in _FIXED},
-        **{name: str(args.method_options.get(name)) for name in METHOD_OPTIONS},
+        **{name: str(args.method_options.get(name, each.default)) for name, each in METHOD_OPTIONS.items()},
     }
 
 

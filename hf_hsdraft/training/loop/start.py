@@ -94,10 +94,10 @@ def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any)
             "computed for the whole draft vocabulary at once: leave it out"
         )
     width, wanted = width_of(config), text_config(target).hidden_size
-    for name in ("regression_weight", "cosine_weight"):
-        if getattr(args, name) > 0 and width != wanted:
+    for name, term in args.terms.items():
+        if term.of_states is not None and width != wanted:
             raise ValueError(
-                f"{name}={getattr(args, name)} is invalid: drafted states have a width of {width}, those of the "
+                f"{name}={args.method_options[name]} is invalid: drafted states have a width of {width}, those of the "
                 f"target {wanted}. Leave it out, or train a drafter of the target's width"
             )
 

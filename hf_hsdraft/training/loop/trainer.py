@@ -31,7 +31,7 @@ from ..evaluate.parity import ParityError, parity
 from ..families.trainable import family_of
 from ..loss.candidates import Candidates
 from ..loss.chains import DATA_POLICIES, Pack, PolicyStep, true_labels, unroll
-from ..loss.loss import CHUNK_LOGITS, WEIGHTINGS, ChainLoss, LossParts
+from ..loss.loss import CHUNK_LOGITS, ChainLoss, LossParts
 from ..loss.objectives import WHOLE_LOSSES, objective_of
 from ..progress import Reporter, figures_in_words
 from .arguments import DrafterTrainingArguments
@@ -173,10 +173,7 @@ class DrafterTrainer(Trainer):
         if model.training and self.accelerator.num_processes > 1:
             # Gradients are averaged over all processes. The average count makes them equal to one large batch's.
             count = self.accelerator.reduce(count.float(), reduction="mean")
-        weight = (
-            args.regression_weight * max(0.0, 1.0 - step / max(args.regression_steps, 1)) if model.training else 0.0
-        )
-        labels = replace(labels, count=count, regression=weight, measured=measured)
+        labels = replace(labels, count=count, step=step, measured=measured)
         predictions = family_of(drafter).predictions(drafter, self.weights)
         with varying_shapes(self.args.device):
             output = unroll(model, predictions, pack, chains, labels.tokens, labels)
@@ -196,8 +193,6 @@ class DrafterTrainer(Trainer):
         """Adds tokens/s and the accuracy by depth of the latest step to each line about training."""
         if self._recent is not None and "loss" in logs:
             logs |= {f"accuracy_{depth + 1}": round(a, 3) for depth, a in enumerate(self._recent.accuracy.tolist())}
-            if float(self._recent.regression):
-                logs["regression"] = round(float(self._recent.regression), 4)
             now = time.perf_counter()
             logs["tokens_per_second"] = round(self._tokens * self.accelerator.num_processes / (now - self._since), 1)
             self._tokens, self._since = 0, now
@@ -372,8 +367,7 @@ def _loss(
         head,
         objective_of(args.objective, args.ce_share),
         args.weights_of_depths(drafter.num_draft_steps),
-        weightings=[WEIGHTINGS[name] for name in args.weightings],
-        cosine_weight=args.cosine_weight,
+        terms=list(args.terms.values()),
         by_prediction=args.depth_weighting == "by-prediction",
         candidates=candidates,
         **chunks,

@@ -88,7 +88,7 @@ class ChainLabels:
     rows: torch.Tensor
     valid: torch.Tensor  # `[S, K]`, bool, True where the loss counts the prediction
     count: torch.Tensor  # `[K]`, divisor of the loss of each depth, the same in all processes of a step
-    regression: float = 0.0  # weight of the hidden-state regression in this step
+    step: int = 0  # number of the training step
     measured: bool = True  # whether confidence and accuracy of the first choice are measured too
     # A term that is added; `None` for none. With it, the loss is divided by the sum of `count`.
     further: FurtherTerm | None = None

@@ -23,13 +23,25 @@ from .objectives import Objective
 # Takes logits of drafter and target, `[N, V']`, the places of their predictions, and the columns of the first choices
 # of target and drafter, `[N]`. Returns a sum over them and a detached value of each.
 Score = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-# Takes a function that sums a score over all predictions, the places s * K + d of these, and labels of chains. Returns
-# weights `[S, K]` of predictions.
-Weighting = Callable[[Callable[[Score], tuple[torch.Tensor, torch.Tensor]], torch.Tensor, ChainLabels], torch.Tensor]
-WEIGHTINGS: Registry[Weighting] = Registry("depth_weighting")
+# Sums a score over all predictions, by the labels of their chains.
+Total = Callable[[ChainLabels, Score], tuple[torch.Tensor, torch.Tensor]]
 
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # number of logits in a chunk, for drafter and target each
 _CANDIDATE_ROWS = 512  # predictions that share their columns: more share more, but have more of them
+
+
+@dataclass(frozen=True)
+class Term:
+    """What an option of a method does to the loss of training steps."""
+
+    # Returns factors `[S, K]` of the weights of predictions, by the places s * K + d of these. The loss is a mean over
+    # predictions then, and all logits are computed once more.
+    weights: Callable[[Total, torch.Tensor, ChainLabels], torch.Tensor] | None = None
+    # Returns what is added, of drafted states and the target's final ones, `[N, D]`, their shares `[N]`, and the step
+    of_states: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
+
+
+WEIGHTINGS: Registry[Term] = Registry("depth_weighting")
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,6 @@ class LossParts:
     # parents of the labels; zero where it is not measured
     accuracy: torch.Tensor
     count: torch.Tensor  # `[K]`, number of predictions at each depth
-    # Scalar, smooth L1 distance of drafted states from the target's final ones; zero where it has no weight
-    regression: torch.Tensor
     # `[N]`, probability of each prediction's first choice. It is empty, as `right` and `depth` are, where nothing is
     # measured.
     confidence: torch.Tensor
@@ -75,11 +85,9 @@ class ChainLoss:
     chunk_logits: int = CHUNK_LOGITS["cpu"]
     # Number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
     scored_logits: int = 2**18
-    # Weigh predictions besides, see `WEIGHTINGS`. They compute all logits once more.
-    weightings: Sequence[Weighting] = ()
-    cosine_weight: float = 0.0  # weight of 1 minus the cosine of drafted and final hidden states (FastVLM)
-    # Whether the loss is a mean over predictions, not over depths. It always is with `weightings`, and with a further
-    # term.
+    terms: Sequence[Term] = ()  # of methods
+    # Whether the loss is a mean over predictions, not over depths. It always is with weights of terms, and with a
+    # further term.
     by_prediction: bool = False
     # Chooses the columns of the vocabulary that gradients are computed for, where predictions can be computed by
     # columns; `None` for all. Evaluations compare all.
@@ -97,13 +105,14 @@ class ChainLoss:
         states = predictions.states(labels.tokens, hidden_states)
         by_columns = torch.is_grad_enabled() and labels.further is None
         candidates = self.candidates if by_columns else None
-        total = functools.partial(self._sum, predictions, hidden_states, states, labels, candidates)
+        total = functools.partial(self._sum, predictions, hidden_states, states, candidates)
         place = torch.cat(_places(hidden_states))
         weights, further = torch.tensor(list(self.depth_weights), device=device), labels.further
         assert len(weights) == steps, "one weight a depth"
-        for weighting in self.weightings if torch.is_grad_enabled() else ():  # the loss of an evaluation is not used
-            weights = weights * weighting(total, place, labels)
-        by_prediction = bool(self.by_prediction or self.weightings or further is not None)
+        terms = self.terms if torch.is_grad_enabled() else ()  # the loss of an evaluation is not used
+        for of_predictions in (term.weights for term in terms if term.weights is not None):
+            weights = weights * of_predictions(total, place, labels)
+        by_prediction = bool(self.by_prediction or weights.dim() > 1 or further is not None)
         coefficients = _coefficients(weights, labels.valid, labels.count, by_prediction)
         if further is not None:
             costs = _coefficients(further.weights, further.weights > 0, labels.count, by_prediction)
@@ -117,28 +126,20 @@ class ChainLoss:
                 loss = loss + (further(logits, teacher, place) * costs[place]).sum()
             return loss, _statistics(logits, chosen, best, distance, labels.measured)
 
-        loss, statistics = total(score)
-        regression = torch.zeros((), device=device)
-        if labels.regression > 0.0 or self.cosine_weight > 0.0:
-            drafted = predictions.final(torch.cat(list(hidden_states)))
-            goals = labels.teacher[labels.rows.flatten()[place]]
-            if labels.regression > 0.0:
-                distance = F.smooth_l1_loss(drafted, goals, reduction="none").float().mean(dim=-1)
-                regression = (distance * coefficients[place]).sum()
-                loss = loss + labels.regression * regression
-            if self.cosine_weight > 0.0:
-                distance = 1 - F.cosine_similarity(drafted.float(), goals.float(), dim=-1)
-                loss = loss + self.cosine_weight * (distance * coefficients[place]).sum()
+        loss, statistics = total(labels, score)
+        for of_states in (term.of_states for term in terms if term.of_states is not None):
+            drafted, rows = predictions.final(torch.cat(list(hidden_states))), labels.rows.flatten()[place]
+            loss = loss + of_states(drafted, labels.teacher[rows], coefficients[place], labels.step)
         valid = labels.valid.flatten()[place]
-        return loss_parts(loss, statistics[valid], place[valid] % steps, steps, regression.detach(), labels.measured)
+        return loss_parts(loss, statistics[valid], place[valid] % steps, steps, labels.measured)
 
     def _sum(
         self,
         predictions: TrainableFamily,
         hidden_states: Sequence[torch.Tensor],
         states: Sequence[torch.Tensor | None],
-        labels: ChainLabels,
         candidates: Candidates | None,
+        labels: ChainLabels,
         score: Score,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums `score` over all predictions, depth by depth; returns the sum and its values."""
@@ -159,7 +160,7 @@ class ChainLoss:
                     logits, teacher = logits.float(), teacher.float()
                     best = teacher[:, : columns.sure if columns else None].max(dim=-1).indices
                     # By their own logits, not the weighted ones; on CPUs several times faster than argmax.
-                    chosen = logits.detach().max(dim=-1).indices if labels.measured or self.weightings else best
+                    chosen = logits.detach().max(dim=-1).indices if labels.measured else best
                     if columns is not None:
                         logits, teacher = logits + columns.log_weight, teacher + columns.log_weight
                     return score(logits, teacher, place, best, chosen)
@@ -223,12 +224,7 @@ def _statistics(
 
 
 def loss_parts(
-    loss: torch.Tensor,
-    statistics: torch.Tensor,
-    depth: torch.Tensor,
-    steps: int,
-    regression: torch.Tensor,
-    measured: bool,
+    loss: torch.Tensor, statistics: torch.Tensor, depth: torch.Tensor, steps: int, measured: bool
 ) -> LossParts:
     """Returns the loss with what was measured of each prediction, see `LossParts`.
 
@@ -242,9 +238,7 @@ def loss_parts(
     sums = statistics.new_zeros(steps, 3).index_add_(0, depth, statistics)
     means = sums / count.clamp(min=1)[:, None]
     kept = slice(None) if measured else slice(0)
-    return LossParts(
-        loss, means[:, 0], means[:, 2], count, regression, statistics[kept, 1], statistics[kept, 2], depth[kept]
-    )
+    return LossParts(loss, means[:, 0], means[:, 2], count, statistics[kept, 1], statistics[kept, 2], depth[kept])
 
 
 def sum_over_chunks(
