@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from ..core.checks import demand, is_integer, printable
+from ..core.checks import demand, few, is_integer, printable
 from ..drafters.base.published import TOKEN_MAP
 from ..drafters.base.published_format import Files, PublishedFormat, speculators, told
 from ..drafters.base.published_layers import sizes
+from ..drafters.base.registry import register_refusal, with_fields
 from ..drafters.eagle.drafter import EagleDrafter
 from ..drafters.eagle.formats import COMMON, EXPECTED, IGNORED, TYPES, is_eagle4, layers, of_target, proposed
 from ..hub.checkpoint import Checkpoint, speculators_type
@@ -116,5 +117,21 @@ OLDER_FORMATS = (
     ),
 )
 
+_NORMS = ("enorm.weight", "hnorm.weight", "input_norm1.weight", "input_norm2.weight")
+
+
+def _why_other(checkpoint: Checkpoint) -> str:
+    """Returns which other EAGLE-1 drafter this is: vLLM's `deepseek_eagle.py`, `minicpm_eagle.py`."""
+    names = checkpoint.shapes
+    width, norms = names.get("fc.weight", (0, 1)), [name for name in _NORMS if name in names]
+    latent = [name for name in names if "kv_a_proj" in name]
+    is_older = width[1] == 2 * width[0] and not any("hidden_norm" in name for name in names)
+    if speculators_type(checkpoint) or not is_older or not (norms or latent):
+        return ""
+    what = "norms of the inputs of fc" if norms else "multi-head latent attention (MLA)"
+    return f"is EAGLE-1 with {what} ({few(norms or latent)}): that is not drafted with here; expected EAGLE-1 without"
+
+
 for _form in OLDER_FORMATS:
     _form.register()
+register_refusal("other EAGLE-1 drafters", 70, _why_other, with_fields("hidden_size"))

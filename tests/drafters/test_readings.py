@@ -38,9 +38,16 @@ def eagle(target, **fields):
     return EagleDrafter(EagleConfig.for_target(target, target_tap_layers=(1, 3, 5), **fields))
 
 
+def uneven_eagle(target, **fields):
+    drafter = eagle(target, **fields)
+    torch.nn.init.uniform_(drafter.layers[0].input_layernorm.weight, -2, 2)  # else norming twice is norming once
+    return drafter
+
+
 OPEN = {
     "norm_output": (eagle, {}, {}),
     "norm_before_residual": (eagle, {}, {}),
+    "norms_state_twice": (uneven_eagle, {}, {}),
     "sample_from_anchor": (block, {}, {}),
     "embedding_scale": (block, {}, SCALING),
     "last_tap_is_normed": (block, {}, {}),

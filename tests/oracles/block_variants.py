@@ -325,6 +325,7 @@ VARIANTS = {
 _REFUSED = {
     "LiLiCorr": Variant(own={"lilicorr_num_layers": 2}),
     "Kimi K3's DSpark (MLA)": Variant({"architectures": ["K3DSparkModel"]}),
+    "another DSpark with MLA": Variant(DSPARK, renamed={"layers.0.self_attn.k_proj": "layers.0.self_attn.kv_a_proj"}),
     "Clover": Variant({"architectures": ["CloverForCausalLM"], "model_type": "clover"}),
     "Laguna's DFlash": Variant({"architectures": ["DFlashLagunaForCausalLM"]}),
     "DeepSeek V4's DSpark": Variant({"model_type": "deepseek_v4", "architectures": ["DSparkDraftModel"]}),

@@ -1,8 +1,9 @@
 """EAGLE drafters in plain torch, for layouts whose readers do not run on a CPU: vLLM 0.32, SGLang 0.5.23, SafeAILab.
 
-Written from vLLM's `llama_eagle3.py`, `llama_eagle.py`, `deepseek_eagle3.py`, SGLang's `llama_eagle3.py` and
-SafeAILab's `cnets1.py`: one row at a time, each layer's keys and values in a list. Attention of DeepSeek is that of
-transformers. Each case is a line of `CASES`: fields of config.json, what the network has, and what files are called.
+Written from vLLM's `llama_eagle3.py`, `llama_eagle.py`, `deepseek_eagle3.py`, SGLang's `llama_eagle3.py`, SafeAILab's
+`cnets1.py` and ModelOpt's `modeling_eagle.py`: one row at a time, each layer's keys and values in a list. Attention of
+DeepSeek is that of transformers. Each case is a line of `CASES`: fields of config.json, what the network has, and what
+files are called.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Network:
         tap_norms: bool = False,
         biases: Sequence[str] = (),  # beginnings or ends of modules that have one
         all_read: bool = False,  # embeddings, in each layer
+        twice: bool = False,  # whether states are normed as embeddings are, and then by their own norm
         rotated: int = WIDTH,
         theta: float = 10000.0,
         scale: float = 1.0,
@@ -71,7 +73,7 @@ class Network:
         act: Callable[[torch.Tensor], torch.Tensor] = F.silu,
         latent: dict[str, Any] | None = None,  # fields of `DeepseekV3Config`
     ) -> None:
-        self.older, self.layers, self.all_read, self.scale = older, layers, all_read, scale
+        self.older, self.layers, self.all_read, self.scale, self.twice = older, layers, all_read, scale, twice
         self.rotated, self.theta, self.latent, self.window, self.act = rotated, theta, latent, window, act
         products: dict[str, tuple[int, int]] = {}
         norms: dict[str, int] = {} if older else {"norm": HIDDEN}
@@ -150,7 +152,8 @@ class Network:
         for index in range(self.layers):
             place = f"layers.{index}."
             if not self.older and (index == 0 or self.all_read):
-                parts = self.normed(f"{place}input_layernorm", embedded), self.normed(f"{place}hidden_norm", x)
+                state = self.normed(f"{place}input_layernorm", x) if self.twice else x
+                parts = self.normed(f"{place}input_layernorm", embedded), self.normed(f"{place}hidden_norm", state)
                 inputs = torch.cat(parts)
             else:
                 inputs = x if self.older and index == 0 else self.normed(f"{place}input_layernorm", x)
@@ -205,6 +208,7 @@ def by_hand(
     quantised: str = "",  # how a weight is, see `quantised_weights`
     dtype: torch.dtype = torch.float32,  # of the files
     sharded: bool = False,
+    given: dict[str, Any] | None = None,  # arguments of loading
     **network: Any,
 ) -> Reference:
     """Returns a drafter as `Network` computes it, in files of the names and fields of a project."""
@@ -255,7 +259,7 @@ def by_hand(
             torch.save(content, folder / name)
 
     read = ((LAYERS,) if older else OF_AUTHORS) if taps is None else taps
-    return Reference("plain torch", save, partial(made.logits, table, head), read)
+    return Reference("plain torch", save, partial(made.logits, table, head), read, given=given or {})
 
 
 def _as_is(name: str) -> str:
@@ -276,6 +280,11 @@ _WHOLE = {"ids": None, "maps": False}
 _OLDER = {"older": True, "names": _as_is, "head": False, **_WHOLE}
 _FREQUENT = (7, 3, 9, 40, 41, 42, 11, 5, 60, 61, 8, 62, 20, 21, 2, 33)
 _MLA = {**LATENT, "model_type": "kimi_k2", "head_dim": ..., "tie_word_embeddings": False}
+_OF_OPTIMIZER = {  # ModelOpt's `hf_spec_configs.py`
+    _IDS: [], "next_layer_regular": True, "use_aux_hidden_state": True, "use_last_layernorm": True,
+    "use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False, "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": 1,
+}  # fmt: skip
 _DEEP_YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 50.0, "mscale": 1.0,
     "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0,
@@ -317,6 +326,9 @@ CASES = tuple(
         "vLLM, rotated in part by rope_parameters": {
             "config": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
             "rotated": 4, "theta": 50.0},
+        "vLLM, rotated in part by rope_dim": {
+            "config": {"rope_parameters": {"rope_type": "default", "rope_dim": 4, "partial_rotary_factor": 0.25},
+                       "rotary_emb_base": 50.0}, "rotated": 4, "theta": 50.0},
         "vLLM, descending hidden states": {"config": {_IDS: [6, 4, 1]}, "taps": (1, 4, 6)},
         "SGLang, descending hidden states": {"config": {"eagle_config": {_IDS: [5, 3, 0]}}, "taps": (1, 4, 6)},
         "vLLM, padded vocabulary": {"config": _PADDED},
@@ -353,8 +365,10 @@ CASES = tuple(
         "sharded files": {"sharded": True},
         "midlayer and two more layers": {"layers": 3},
         "ModelOpt, two layers": {
-            "names": _as_is, "layers": 2, "config": {"eagle_config": {
-                "next_layer_regular": True, "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True}}},
+            "names": _as_is, "layers": 2, "config": {"eagle_config": _OF_OPTIMIZER}},
+        "ModelOpt, a state that is normed twice": {
+            "names": _as_is, "config": {"eagle_config": _OF_OPTIMIZER}, "twice": True,
+            "given": {"norms_state_twice": True}},
         "type qwen2 (QwQ), biases, unused window": {
             "config": {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False},
             "biases": ["q_proj", "k_proj", "v_proj"]},
@@ -414,6 +428,10 @@ CASES = tuple(
 _REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("EAGLE-3, parallel residual", "use_parallel_residual=true", {"config": {"use_parallel_residual": True}}),
     ("EAGLE-3, Mamba", "mamba_enabled=true", {"config": {"mamba_enabled": True}}),
+    ("EAGLE-3, an unknown switch in eagle_config", "eagle_config has embed_norm=true", {
+        "config": {"eagle_config": {"embed_norm": True}}}),
+    ("EAGLE-3, an unknown number in eagle_config", "eagle_config has residual_scale=0.5", {
+        "config": {"eagle_config": {"residual_scale": 0.5}}}),
     ("EAGLE-3, not causal", "is_causal=False in config.json is invalid", {"config": {"is_causal": False}}),
     ("EAGLE-3, pairs of neighbours", "is_neox_style=False", {"config": {"is_neox_style": False}}),
     ("EAGLE-3, scaled values", "attention_value_scale=0.5", {"config": {"attention_value_scale": 0.5}}),
@@ -425,6 +443,10 @@ _REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "names": _as_is, "latent": LATENT, "config": {**_MLA, "rope_interleave": False}}),
     ("EAGLE-4", "is an EAGLE-4 drafter, whose licence", {"config": {"architectures": ["LlamaForCausalLMEagle4"]}}),
     ("vLLM EAGLE-1, norms of the inputs", "add_para_norm=true", {**_OLDER, "config": {"add_para_norm": True}}),
+    ("vLLM EAGLE-1, norms of DeepSeek's", "is EAGLE-1 with norms of the inputs of fc .*hnorm", {
+        **_OLDER, "further": {"enorm.weight": torch.ones(HIDDEN), "hnorm.weight": torch.ones(HIDDEN)}}),
+    ("EAGLE-1, DeepSeek's attention (MLA)", "is EAGLE-1 with multi-head latent attention .*kv_a_proj", {
+        **_OLDER, "latent": LATENT, "config": _MLA}),
     ("speculators eagle, norms", "layernorms=True", {
         **_OLDER, "names": _of_speculators, "nested": "transformer_layer_config",
         "config": {"speculators_model_type": "eagle", "layernorms": True}}),

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ...core.checks import printable, settings, short
+from ...core.checks import demand, is_integer, printable, settings, short
 from ...core.fields import Fields
 from ...hub.drafter_files import CONFIG
 from .decoder_layer import LayerSizes
@@ -58,39 +58,37 @@ OF_GEMMA: Mapping[str, Sequence[Any]] = {
 }
 
 
-def rope(kind: str = "", whole_heads: bool = False, in_part: bool = False) -> Callable[[Any, Any], dict[str, Any]]:
+def rope(kind: str = "", in_part: bool = False) -> Callable[[Any, Any], dict[str, Any]]:
     """Returns the row of `rope`, see `read_rope`."""
-    return lambda files, _: read_rope(files.layers, kind, whole_heads, in_part)
+    return lambda files, _: read_rope(files.layers, kind, in_part)
 
 
-def read_rope(layer: Fields, kind: str = "", whole_heads: bool = False, in_part: bool = False) -> dict[str, Any]:
+def read_rope(layer: Fields, kind: str = "", in_part: bool = False) -> dict[str, Any]:
     """Reads the rotary embedding in the form that `rotary_of` takes.
-
-    Raises a ValueError if heads are rotated in part, and neither `whole_heads` nor `in_part` says what to do then.
 
     Args:
         kind: layer type whose entry is read if `rope_parameters` has one per type.
-        whole_heads: ignore a partial rotary factor: files copied from the target's configuration describe the target.
-        in_part: rotate only the first part of each head.
+        in_part: whether only the first part of each head may be rotated; otherwise a ValueError is raised for it.
     """
-    found = {name: value for name in ("rope_theta",) if (value := layer.number(name, None)) is not None}
+    theta = layer.number("rope_theta", layer.number("rotary_emb_base", None))  # the latter is a name that vLLM takes
+    found = {} if theta is None else {"rope_theta": theta}
     if (longest := layer.integer("max_position_embeddings", None)) is not None:
         found["max_position_embeddings"] = longest
     if in_part:
         factors = [layer.number(name, None, most=1.0) for name in _PARTIAL]
         if (part := next((each for each in factors if each is not None), 1.0)) != 1.0:
             found["partial_rotary_factor"] = part
-    elif not whole_heads:
+    else:
         layer.expect("partial_rotary_factor", 1, 1.0)
     for name in ("rope_scaling", "rope_parameters"):
         table = layer.table(name, None)
         if table is not None:
             table = (table.table(kind, None) if kind else None) or table
-            found[name] = _rotation(table, whole_heads, in_part)
+            found[name] = _rotation(table, layer, in_part)
     return found
 
 
-def _rotation(table: Fields, whole_heads: bool, in_part: bool) -> dict[str, Any]:
+def _rotation(table: Fields, layer: Fields, in_part: bool) -> dict[str, Any]:
     """Reads one rotary embedding. "mrope" is plain rope for text, whose axes are equal."""
     named = {name: table.values[name] for name in ("rope_type", "type") if name in table}
     if any(not isinstance(each, str) for each in named.values()):
@@ -99,12 +97,15 @@ def _rotation(table: Fields, whole_heads: bool, in_part: bool) -> dict[str, Any]
     found |= {name: _RENAMED.get(each, each) for name, each in named.items()}
     for name in ("rope_theta", "factor", "original_max_position_embeddings"):
         table.number(name, None)
-    if whole_heads and set(named.values()) <= {"default", "mrope"}:
-        found.pop("partial_rotary_factor", None)
-    elif in_part or "proportional" in named.values():  # the latter rotates whole heads, parts of them by angle 0
+    if in_part or "proportional" in named.values():  # the latter rotates whole heads, parts of them by angle 0
         table.number("partial_rotary_factor", None, most=1.0)
     else:
         table.expect("partial_rotary_factor", 1, 1.0)
+    if in_part and (width := found.pop("rope_dim", None)) is not None:  # of vLLM and SGLang
+        size = layer.integer("head_dim", None) or layer.integer("hidden_size") // layer.integer("num_attention_heads")
+        wanted = f"expected an even number up to {size}"
+        demand(is_integer(width) and 0 < width <= size and width % 2 == 0, "rope_dim", width, wanted)
+        found["partial_rotary_factor"] = width / size
     return found
 
 

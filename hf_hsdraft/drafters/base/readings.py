@@ -59,6 +59,10 @@ QUESTIONS = {
         False: "the state before its norm (speculators)",
         True: "the normed state (vLLM)",
     }),
+    "norms_state_twice": Question("norms of the first layer's state", {
+        False: "its own (vLLM, SGLang, ModelOpt's class for Megatron)",
+        True: "that of embeddings, then its own (ModelOpt's class for transformers)",
+    }),
     "sample_from_anchor": Question("first drafting slot", {
         True: "the anchor's (speculators)",
         False: "the first mask's (vLLM)",

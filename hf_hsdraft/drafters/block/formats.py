@@ -39,7 +39,7 @@ _TRUNK = {
 }
 _MARKOV = same("markov_head_type", default=OURS)
 _SIZES_OF_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-_ROTATION = {"rotates_whole_heads": rows.rotates_in_part}
+_ROPE, _ROTATION = rope("sliding_attention", in_part=True), {"rotates_whole_heads": rows.rotates_in_part}
 _OPEN_IN_DFLASH = {
     **_ROTATION,
     "embedding_scale": (f"{rows.OWN}.input_embedding_scale", "input_embedding_scale"),
@@ -54,7 +54,7 @@ _OF_SPECULATORS = {
     **same("block_size", default=8),
     **same("sample_from_anchor", default=False),
     "sights": rows.of_anchor(False),
-    "rope": rows.block_rope,
+    "rope": _ROPE,
     # Only this package writes it, for drafters in z-lab's format.
     "embedding_scale": lambda files, _: None if files.top.flag("target_scales_embeddings", False) else 1.0,
 }
@@ -81,7 +81,7 @@ _OF_DFLASH = {
     "block_size": rows.nested("block_size", 16),
     "sample_from_anchor": rows.anchor_first(False),
     "sights": rows.sights_of_dflash,
-    "rope": rows.block_rope,
+    "rope": _ROPE,
     # Embeddings have the target's factor, if any.
     "embedding_scale": rows.nested("input_embedding_scale", None),
     "final_logit_softcapping": rows.nested("final_logit_softcapping", OURS),
@@ -112,7 +112,7 @@ _OF_DEEPSPEC = {
     "markov_rank": rows.nested("markov_rank"),
     "sample_from_anchor": rows.anchor_first(True),
     "sights": lambda files, _: tuple(map(rows.reaching, rows.windows_of(files))),
-    "rope": rope("sliding_attention", whole_heads=True),
+    "rope": _ROPE,
     "confidence_head": rows.confidence(False),
 }
 
@@ -154,8 +154,7 @@ _OF_MODELOPT = {
     "markov_head.": ("markov_head.", ""),
     "confidence_head.proj.": ("confidence_head.proj.", "confidence_proj."),
 }
-_IGNORED = (*FOREIGN["of block drafters"], *rows.STORED)
-_GIVEN = {"mask_token_id": 0}
+_IGNORED, _GIVEN = (*FOREIGN["of block drafters"], *rows.STORED), {"mask_token_id": 0}
 
 FORMATS = (
     *(
@@ -195,6 +194,7 @@ FORMATS = (
         ignored=_IGNORED,
         tensors=_OF_MODELOPT,
         converted=rows.converted,
+        open=_ROTATION,
         given=_GIVEN,
         expected={"model_type": _COPIED},
     ),
@@ -212,7 +212,7 @@ FORMATS = (
             "target_tap_layers": taps({"target_layer_ids": 1}),
             "sample_from_anchor": False,
             "sights": lambda files, _: tuple(map(rows.sight, rows.windows_of(files))),
-            "rope": rows.block_rope,
+            "rope": _ROPE,
             "embedding_scale": None,
             "last_tap_is_normed": True,
         },
@@ -246,15 +246,17 @@ _OTHERS = {
     "clover": "Clover, whose heads are recurrent layers over the target's last hidden state",
     "k3dspark": "Kimi K3's DSpark, whose attention is multi-head latent (MLA)",
     "deepseek_v4": "DeepSeek V4's DSpark, whose layers have several streams",
+    "kv_a_proj": "a block drafter whose attention is multi-head latent (MLA)",  # a tensor
 }
 
 
-def _why_other(config: Mapping[str, Any]) -> str:
-    """Returns which of `_OTHERS` a config.json is of, and the field that tells it; an empty string for none."""
+def _why_other(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
+    """Returns which of `_OTHERS` a drafter is, and the field or tensor that tells it; an empty string for none."""
     table = config.get(rows.OWN)
     own = table if isinstance(table, dict) else {}
     fields = {name: config.get(name) for name in ("architectures", "model_type")}
     fields |= {name: own.get(name) for name in own if name == "projector_type" or name.startswith("lilicorr")}
+    fields |= {name: shape for name, shape in shapes.items() if table is not None and "kv_a_proj" in name}
     for key, what in _OTHERS.items():
         for name, value in fields.items():
             if key in f"{name} {value}".lower():
@@ -270,6 +272,6 @@ for _form in FORMATS:
 register_refusal(
     "other block drafters",
     15,
-    lambda checkpoint: _why_other(checkpoint.config),
-    lambda config: bool(_why_other(config)),
+    lambda checkpoint: _why_other(checkpoint.config, checkpoint.shapes),
+    lambda config: rows.OWN in config or bool(_why_other(config, {})),
 )

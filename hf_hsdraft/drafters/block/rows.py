@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from ...core.checks import is_integer, short
 from ...core.fields import Fields
 from ...hub.checkpoint import LOOSE_MASK
 from ...hub.drafter_files import CONFIG
 from ..base.decoder_layer import LayerSizes
 from ..base.published import MOST_LAYERS
 from ..base.published_format import REQUIRED, Files, Row, taps, told
-from ..base.published_layers import read_rope, read_windows, sizes
+from ..base.published_layers import read_windows, sizes
 from .configuration import BlockConfig, Sight, spread_layers
 
 OWN = "dflash_config"  # fields that it lacks may be at the top
@@ -80,19 +79,6 @@ def rotates_in_part(files: Files, _: Any = None) -> bool:
     return any(each.number("partial_rotary_factor", 1.0, most=1.0) != 1.0 for each in tables)
 
 
-def block_rope(files: Files, _: Any) -> dict[str, Any]:
-    """The rotary embedding; if it differs by layer type, that of sliding ones. `rope_dim` is SGLang's rotated width."""
-    found, size = read_rope(files.layers, "sliding_attention", in_part=True), block_sizes(files, None).head_dim
-    for table in (found.get("rope_scaling"), found.get("rope_parameters")):
-        if table is not None and (width := table.pop("rope_dim", None)) is not None:
-            if not is_integer(width) or not 0 < width <= size or width % 2:
-                raise ValueError(
-                    f"rope_dim={short(width)} in {CONFIG} is invalid: expected an even number up to {size}"
-                )
-            table["partial_rotary_factor"] = width / size
-    return found
-
-
 def may_read_last(files: Files) -> bool:
     """Whether the last layer may be read, and how many the target has is unknown or says so."""
     layers = max(table.integer("num_target_layers", 0, most=4096) for table in (files.table(OWN), files.top))
@@ -154,9 +140,7 @@ def sights_of_dflash(files: Files, _: Any) -> tuple[Sight, ...]:
     causal, by_types = _causal(files), any(windows)
     if forced and not by_types:
         windows = (top.integer("sliding_window") if window is None else window,) * len(windows)
-    return tuple(
-        reaching(each, by_types and each is not None if causal is None else causal) for each in windows
-    )  # fmt: skip
+    return tuple(reaching(each, by_types and each is not None if causal is None else causal) for each in windows)
 
 
 def _causal(files: Files) -> bool | None:

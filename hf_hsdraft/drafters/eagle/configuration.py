@@ -39,6 +39,9 @@ class EagleConfig(PublishedConfig):
         "number of positions that each layer attends to, the own one included; `None` for all", (None,)
     )
     norm_before_residual: bool = setting("whether the first layer's residual is the normed state", False, FLAG)
+    norms_state_twice: bool = setting(
+        "whether the norm of embeddings is that of the first layer's state too, before its own", False, FLAG
+    )
     norm_before_fc: bool = setting("whether all hidden states of the target are normed together", False, FLAG)
     fc_norm: bool = setting("whether each of them is normed by itself", False, FLAG)
     norm_output: bool = setting("whether the state that the next step reads is the normed one (EAGLE-3.1)", False, FLAG)
@@ -195,7 +198,7 @@ class EagleLayer(DecoderLayer):
         reads_embedding = (first or config.all_read_embeddings) and not config.fuses_embedding
         attention: Any = LatentAttention if isinstance(config.sizes, LatentSizes) else Attention
         super().__init__(config.sizes, 2 * size if reads_embedding else size, attention)
-        self.norm_before_residual = config.norm_before_residual
+        self.norm_before_residual, self.norms_state_twice = config.norm_before_residual, config.norms_state_twice
         self.hidden_norm = RMSNorm(size, eps) if reads_embedding else None
         if first and config.fuses_embedding:  # reads what fc gives, not normed
             self.input_layernorm = nn.Identity()  # type: ignore[assignment]
@@ -206,6 +209,6 @@ class EagleLayer(DecoderLayer):
         """As in `DecoderLayer`, with embeddings `[..., n, D]` of the tokens."""
         if self.hidden_norm is None:
             return super().forward(x, rope, attend, rows)
-        normed = self.hidden_norm(x)
+        normed = self.hidden_norm(self.input_layernorm(x) if self.norms_state_twice else x)
         inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         return self.joined(normed if self.norm_before_residual else x, inputs, rope, attend, rows)

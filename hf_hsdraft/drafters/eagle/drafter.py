@@ -231,7 +231,8 @@ class EagleDrafter(PublishedNetwork):
 
     def reread(self, **fields: Any) -> None:
         super().reread(**fields)
-        cast(EagleLayer, self.layers[0]).norm_before_residual = self.config.norm_before_residual
+        for name in ("norm_before_residual", "norms_state_twice"):
+            setattr(self.layers[0], name, getattr(self.config, name))
 
     def trial_states(
         self, taps: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, depth: int, weights: TargetWeights
@@ -381,6 +382,7 @@ def check_can_be_written(config: EagleConfig) -> None:
         "the target's output rows": not config.own_head,
         "no fc": not config.has_fc,
         "a bias of fc": config.fc_bias,
+        "a state that is normed twice (ModelOpt)": config.norms_state_twice,
         "a factor or a cap of logits": config.logit_scale != 1.0 or config.final_logit_softcapping != 0.0,
         "layers of Gemma 4": config.sizes.gemma,
         "keys and values of one state (MLA)": isinstance(config.sizes, LatentSizes),

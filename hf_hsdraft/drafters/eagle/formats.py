@@ -44,7 +44,7 @@ from ..base.registry import register_refusal
 from .configuration import DRAFT_STEPS, EagleConfig, LatentSizes
 from .drafter import EagleDrafter
 
-_IDS = "eagle_aux_hidden_state_layer_ids"
+_IDS, _OWN = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 _OF_NEMO = "LlamaEagle3DraftModel"
 _PARALLEL_STEPS = 8  # SpecForge's and NeMo's training depth of parallel drafters, if the files lack it
 
@@ -135,7 +135,7 @@ _OPEN = {
 def _mask(files: Files, each: Field[Any]) -> int | None:
     if not _is_parallel(files):
         return None
-    names = ("mask_token_id", "ptd_token_id", "pard_token", "eagle_config.mask_token_id")  # the last but one is vLLM's
+    names = ("mask_token_id", "ptd_token_id", "pard_token", f"{_OWN}.mask_token_id")  # the last but one is vLLM's
     found = told(*names, default=files.given.get("mask_token_id"))(files, each)
     if found is None:
         raise ValueError(
@@ -189,7 +189,7 @@ def _read_taps(files: Files, each: Field[Any]) -> tuple[int, ...] | None:
     """The hidden states: those named, or without `fc` the last one, or the last of which only the number is known."""
     if files.shape("fc.weight") is None:
         return (-1,)
-    ids = {_IDS: 0, f"eagle_config.{_IDS}": 1, "target_layer_ids": 1}
+    ids = {_IDS: 0, f"{_OWN}.{_IDS}": 1, "target_layer_ids": 1}
     return taps(ids, None, least=-1, is_sorted=True)(files, each)
 
 
@@ -265,7 +265,11 @@ FORMATS = (
             "layers.0.": ("midlayer.",),
             **{f"fc_norm.{index}.": (f"aux_norm_{name}.",) for index, name in enumerate(("low", "mid", "high"))},
         },
-        open={"norm_output": _output_is_open},
+        checked=(_OWN,),
+        open={
+            "norm_output": _output_is_open,
+            "norms_state_twice": lambda files: "next_layer_regular" in files.table(_OWN),
+        },
         given={"mask_token_id": 0},
         needed=("hidden_size", "vocab_size"),
     ),
