@@ -254,6 +254,7 @@ VARIANTS = {
     "rope_dim of half a head, neighbours": Variant(
         {"rope_scaling": {"rope_type": "default", "rope_dim": SIZE // 2}, "is_neox_style": False},
         rotated=SIZE // 2, neighbours=True),
+    "last layer": Variant(taps=(1, 3, 6), own={"target_layer_ids": [0, 2, 5]}),
     "last layer, told to be before the norm": Variant(
         taps=(1, 3, 7), own={"target_layer_ids": [0, 2, 5]}, given={"last_tap_is_normed": False}),
     "logit_scale (Cohere)": Variant({"logit_scale": 0.0625}, scale=0.0625),
@@ -309,6 +310,7 @@ VARIANTS = {
     "mask_embedding.pt, mask beyond the vocabulary": Variant(
         mask=VOCABULARY, mask_row=lambda row: {"embedding": row, "mask_token_id": VOCABULARY}),
     "block_size in dflash_config": Variant({"block_size": None}, {"block_size": SLOTS}),
+    "fields at the top": Variant({"mask_token_id": MASK, "target_layer_ids": LAYERS}, without=("dflash_config",)),
     "no architectures": Variant({"architectures": None}),
     "architectures of a language model": Variant({"architectures": ["Qwen3ForCausalLM"]}),
     "tensors with a prefix": Variant(renamed=dict.fromkeys(("fc.", "hidden_norm.", "layers.", "norm."), "model.")),
