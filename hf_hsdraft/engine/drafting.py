@@ -60,6 +60,8 @@ class Drafting:
 
     Attributes:
         session: the drafter's, `drafter.session(call)` by default.
+        sessions: all that observe; the drafter's last, before those of methods.
+        extend: grows the tree that answers an ask further, by what costs nothing; set by methods.
         pace: `None` where trees have fixed sizes, and until `set_pace`.
         depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
@@ -77,13 +79,15 @@ class Drafting:
             from ..drafters.lookup.past_texts import HistorySession
 
             history = HistorySession(call, call.history)
-        self._sessions = [each for each in (ngrams, history, session) if each is not None]
-        self._continuing = ngrams if call.options.ngram_continuation else None
-        self._free = [each for each in self._sessions if each.free]
+        self.sessions = [each for each in (ngrams, history, session) if each is not None]
+        self.extend: Callable[[DraftTree, Ask], DraftTree] | None = None
+        self._free = [each for each in self.sessions if each.free]
         self._paced = None if session.free else session
         self._waiting: dict[int, list[LateNews]] = {}  # news that the paced session has not observed, by text
         self._rests = False
         self._vocab_size = embedded_tokens(call.target)
+        for option in call.options.of_methods:
+            option.begin(call, self)
 
     def set_pace(self, options: DraftOptions, kind: KindOfCall, share: float = 1.0) -> None:
         """Sets how much to draft: by measured costs of `kind`, or fixed. `share` is the share of texts that stay."""
@@ -112,8 +116,8 @@ class Drafting:
             return {ask.row: _joined(drafted.get(ask.row), guessed[ask.row], ask) for ask in wanted}
 
         trees = join(drafted) if self.pace is None else self.pace.fit(drafted, self.depth, deciding, join)
-        if (ngrams := self._continuing) is not None:
-            longer = ((ask, ngrams.continued(trees[ask.row], replace(ask, depth=ask.reach))) for ask in wanted)
+        if (extend := self.extend) is not None:
+            longer = ((ask, extend(trees[ask.row], replace(ask, depth=ask.reach))) for ask in wanted)
             trees = {ask.row: self._pruned(tree, ask) for ask, tree in longer}
         return [trees.get(ask.row, root) for ask, root in zip(asks, roots, strict=True)]
 
@@ -147,7 +151,7 @@ class Drafting:
     def observe(self, news: Sequence[Accepted]) -> None:
         if self._rests:
             return
-        for session in self._sessions:
+        for session in self.sessions:
             if session is not self._paced:
                 session.observe(news)
         if self._paced is None:
@@ -174,7 +178,7 @@ class Drafting:
         if self._rests:
             return
         self._waiting = {row: news for row, news in self._waiting.items() if row in rows}
-        for session in self._sessions:
+        for session in self.sessions:
             session.keep(rows)
 
 

@@ -256,7 +256,7 @@ class LocalTarget:
             type(session).__qualname__,
             *session.kind,
         )
-        guesses = options.ngram_length, options.ngram_continuation, self._call.history is not None
+        guesses = options.ngram_length, self._call.history is not None
         habits = draws, rows > 1, options.beam_width, *guesses, options.threshold, *own
         depth = 0 if session.free else options.depth
         return KindOfCall(costs, habits, depth, options.tree_size, rows, runtime.acceleration.packed)

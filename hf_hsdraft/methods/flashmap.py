@@ -33,7 +33,7 @@ from ..core.checks import (
 from ..core.options import Option
 from ..core.tensors import RMSNorm, batched_attention, on_device
 from ..drafters.base.decoder_layer import Attention, LayerSizes, Rope, rotary_of, rotate
-from ..drafters.base.draft_options import REFINER_OPTIONS, DraftOptions
+from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.plain_config import PlainConfig, described
 from ..drafters.base.protocol import Ask, Call, Read, weights_of
 from ..drafters.base.published import MOST_LAYERS, PublishedNetwork, SpeculatorsFiles
@@ -251,7 +251,7 @@ class FlashMapDrafter(PublishedNetwork):
 
     config_class = FlashMapConfig
     why_not_refined = ""
-    own_options = (*REFINER_OPTIONS, FLOW_STEPS)
+    own_options = (FLOW_STEPS,)
     saved_as = ()
 
     def __init__(self, config: FlashMapConfig) -> None:

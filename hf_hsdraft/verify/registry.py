@@ -11,7 +11,6 @@ from ..core.checks import MOST_NODES, Limit, choice, integer, is_number, printab
 from ..core.draft_tree import TREE_BUILDERS
 from ..core.methods import Registry, load, offered
 from ..core.options import Option
-from ..core.tuning import NGRAM_DEPTH
 from .verdict import OwnChoice, Verifier
 
 NO_HISTORY, IN_MEMORY = "off", "memory"  # values of `history` besides folders
@@ -89,7 +88,6 @@ def _if_it_pays(work: str) -> Limit:
 
 _OTHER_SAMPLES = "with it, samples with a seed are no longer those of plain decoding"
 _PROBABILITY = Limit(lambda value: is_number(value) and 0.0 <= value < 1.0, "a probability below 1")
-_CONTINUED = Limit(integer(NGRAM_DEPTH, 0).valid, f"an integer from 0 (none) to {NGRAM_DEPTH}")
 _KEPT = Limit(_is_history, '"off", "memory", or a folder: one that exists, or a path with a separator, as "./history"')
 
 _OF_ALL = (
@@ -100,7 +98,6 @@ _OF_ALL = (
     Option("tree_builder", "beam", lambda drafter: choice(*TREE_BUILDERS), why_not_free=_why_no_builder),
     Option("verification", "walk", why_not_free=_why_no_rule),
     Option("ngram_length", 4, _leader),
-    Option("ngram_continuation", 0, _CONTINUED),
     Option("tree_sizing", "cost", choice("cost", "fixed")),
     Option("node_cost"),
     Option("depth_cost"),

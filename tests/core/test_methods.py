@@ -19,7 +19,7 @@ import hf_hsdraft
 from hf_hsdraft.core import methods
 from hf_hsdraft.core.draft_tree import TREE_BUILDERS
 from hf_hsdraft.core.methods import Registry
-from hf_hsdraft.drafters.base.draft_options import REFINERS
+from hf_hsdraft.drafters.base.draft_options import METHOD_OPTIONS as OF_DRAFTS
 from hf_hsdraft.drafters.base.registry import FAMILIES, formats
 from hf_hsdraft.training.families.family import GROWTHS
 from hf_hsdraft.training.families.trainable import TRAINABLE
@@ -202,7 +202,7 @@ def test_all_that_is_offered_is_there():
                 assert getattr(module, name).__name__ == name
     losses = (OBJECTIVES, WHOLE_LOSSES, WEIGHTINGS, DATA_POLICIES)
     training = (GROWTHS, TRAINABLE, METHOD_OPTIONS, DRAFTER_OPTIONS)
-    for registry in (VERIFIERS, TREE_BUILDERS, REFINERS, FAMILIES, *losses, *training):
+    for registry in (VERIFIERS, TREE_BUILDERS, OF_DRAFTS, FAMILIES, *losses, *training):
         assert set(methods.offered(registry.kind)) <= registry.loaded.keys()
     assert set(methods.offered("format")) <= {form.name for form in formats()}
     assert set(methods.offered("verification_option")) == {option.name for option in rule_options()}

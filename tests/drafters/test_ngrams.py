@@ -1,9 +1,8 @@
-"""N-grams of the text: what they propose, how they continue a drafter's path, and a drafter of n-grams alone."""
+"""N-grams of the text: what they propose, and a drafter of n-grams alone."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.core.draft_tree import NGRAM_LEAST, DraftTree
-from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
+from hf_hsdraft.core.draft_tree import NGRAM_LEAST
 from hf_hsdraft.drafters.lookup.ngrams import (
     NGRAM_BEYOND,
     NGRAM_EARLIER,
@@ -22,11 +19,8 @@ from hf_hsdraft.drafters.lookup.ngrams import (
     NGRAM_PRIOR,
     NGRAM_RIGHT,
     NgramCache,
-    NgramSession,
 )
-from hf_hsdraft.methods.lossy.relaxed import FLy
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
-from hf_hsdraft.verify.verdict import Nodes
 
 TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=60)
 LENGTHS = st.integers(1, 4)
@@ -132,86 +126,24 @@ def test_what_was_not_used_for_longest_is_forgotten(tuned):
     assert set(table.followers) == {(1,), (2,), (5,)}
 
 
-# Node 2 is the most probable of the root's children, node 3 is its only child.
-TREE = DraftTree((9, 4, 1, 2, 5), (-1, 0, 0, 2, 1), (0, 1, 1, 2, 2), (0.0, -1.0, -0.5, -2.0, -3.0))
-
-
-def session_of(target, text: list[int], **options) -> NgramSession:
-    drafter = make_drafter(target)
-    for name, value in options.items():
-        setattr(drafter.generation_config, name, value)
-    session = NgramSession(Call(target, 1, DraftOptions.of(drafter)))
-    session.observe([Accepted.of_tokens(0, text)])
-    return session
-
-
-def test_a_path_goes_on_as_a_chain_of_ngrams_would():
-    cache = NgramCache(2)
-    cache.extend([1, 2, 3, 4] * 10)
-    chain = cache.draft(6, 6, width=1)
-    following = cache.follow([1, 2], 4)
-    assert [token for token, _ in following] == [3, 4, 1, 2] == list(chain.tokens[3:])
-    steps = [chain.scores[node] - chain.scores[node - 1] for node in range(3, 7)]
-    assert [math.log(probability) for _, probability in following] == pytest.approx(steps)
-    assert cache.follow([1, 7], 4) == [] and len(cache.follow([1], 2)) == 2
-
-
-def test_the_most_probable_path_goes_on_and_least_probable_nodes_give_way(target):
-    session = session_of(target, [1, 2, 3, 4, 1, 2, 3, 4, 9], ngram_length=2, ngram_continuation=3)
-    longer = session.continued(TREE, Ask(0, 9, depth=9, size=16))
-    assert longer.fault() == "" and longer.tokens == (*TREE.tokens, 3, 4, 9)
-    assert [longer.tokens[node] for node in longer.path(len(longer) - 1)] == [1, 2, 3, 4, 9]
-    full = session.continued(TREE, Ask(0, 9, depth=9, size=6))
-    assert full.fault() == "" and full.tokens == (9, 4, 1, 2, 3, 4, 9)  # without the node of token 5
-    assert session.continued(TREE, Ask(0, 9, depth=3, size=16)).depths[-1] == 3
-    one = session.continued(TREE, Ask(0, 9, depth=3, size=4))
-    assert one.tokens == (9, 4, 1, 2, 3), "for one further node one gives way, not as many as could have come"
-    least = session.continued(TREE, Ask(0, 9, depth=9, size=2))
-    assert least.fault() == "" and least.tokens == (9, 1, 2), "the path gives way with its end"
-    for tree, root in ((DraftTree.root(9), 9), (TREE, 8)):  # nothing is to be drafted; n-grams of another text
-        assert session.continued(tree, Ask(0, root, depth=9, size=16)) is tree
-
-
 REPEATING = torch.tensor([[0, 0, 5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8, 9, 8]])
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}
 CHAIN, FIXED = {"beam_width": 1}, {"tree_sizing": "fixed"}
-CONTINUED = {"ngram_length": 1, "ngram_continuation": 6}
 KINDS = {
     "alone": (None, FREE),
     "alone, chains": (None, FREE | CHAIN),
     "alone, fixed sizes": (None, FIXED),
     "alone, measured costs": (None, {}),
-    "in front": (0, {"ngram_length": 3}),
-    "in front of chains": (0, {"ngram_length": 3} | CHAIN),
-    "continuing": (1, CONTINUED),
-    "continuing chains": (1, CONTINUED | CHAIN),
-    "continuing, fixed sizes": (1, CONTINUED | FIXED),
-    "continuing chains of fixed sizes": (1, CONTINUED | FIXED | CHAIN),
+    "in front": (3, {}),
+    "in front of chains": (3, CHAIN),
 }
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts_stay_the_targets_own(target, kind, do_sample, monkeypatch):
-    """Prompts that repeat, so that n-grams are drafted and, at sampling, rejected."""
-    continues, options = KINDS[kind]
-    grown, continued = [], NgramSession.continued
-    if continues is None:
-        drafter = CachebackDrafter(**options)
-    else:
-        drafter = make_drafter(target)
-        vars(drafter.generation_config).update(options)
-
-    def noted(self, tree, ask):
-        longer = continued(self, tree, ask)
-        grown.append(max(longer.depths) - max(tree.depths))
-        assert len(longer) - 1 <= ask.size
-        return longer
-
-    monkeypatch.setattr(NgramSession, "continued", noted)
+def check_repeating(target, drafter, do_sample: bool, max_new_tokens: int) -> None:
+    """One and two prompts that repeat give the target's own texts."""
     mask = (REPEATING > 0).long()
     for rows in (slice(0, 1), slice(0, 2)):
-        call = {"attention_mask": mask[rows], "max_new_tokens": 24 if continues else 10, "do_sample": do_sample}
+        call = {"attention_mask": mask[rows], "max_new_tokens": max_new_tokens, "do_sample": do_sample}
         if not do_sample or rows.stop == 1:
             as_plain(target, drafter, REPEATING[rows], **call)
             continue
@@ -219,7 +151,17 @@ def test_texts_stay_the_targets_own(target, kind, do_sample, monkeypatch):
         drafted = target.generate(REPEATING, **call, assistant_model=drafter)
         del call["attention_mask"]
         assert drafted.tolist() == each_with_its_seed(target, REPEATING, mask, seed=0, **call).tolist()
-    assert not continues or max(grown) > 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_stay_the_targets_own(target, kind, do_sample):
+    """Prompts that repeat, so that n-grams are drafted and, at sampling, rejected."""
+    length, options = KINDS[kind]
+    drafter = CachebackDrafter(**options) if length is None else make_drafter(target)
+    if length is not None:
+        vars(drafter.generation_config).update(options, ngram_length=length)
+    check_repeating(target, drafter, do_sample, 10)
 
 
 def test_a_text_that_repeats_itself_takes_fewer_forwards(prompt):
@@ -236,43 +178,6 @@ def test_a_text_that_repeats_itself_takes_fewer_forwards(prompt):
         found[length] = output.statistics
     assert found[3].target_forwards < 0.7 * found[0].target_forwards
     assert found[None].target_forwards < 30 and found[None].tau > 2
-
-
-def test_a_text_that_repeats_itself_is_accepted_beyond_the_drafters_depth(monkeypatch):
-    target, prompt = make_target(initializer_range=0.02), torch.tensor([[5, 6, 7, 8]])  # its text soon goes in circles
-    drafter, longest = make_drafter(target), {}
-    options = drafter.generation_config
-    options.tree_sizing, options.num_assistant_tokens = "fixed", 1
-    draft = NgramSession.draft  # whose trees are deep by themselves; here only their first tokens are drafted
-    monkeypatch.setattr(NgramSession, "draft", lambda self, asks: draft(self, [replace(ask, depth=1) for ask in asks]))
-    for options.ngram_continuation in (0, 8):
-        output = as_plain(target, drafter, prompt, max_new_tokens=30)
-        longest[options.ngram_continuation] = max(output.statistics.accepted_lengths)
-    assert longest[0] <= 1 < longest[8]
-
-
-def test_a_window_beyond_the_drafters_depth_is_filled(target):
-    """FLy forgives a mismatch only if the whole window after it was drafted."""
-    session = session_of(target, [1, 2, 3, 4, 1, 2, 3, 4, 9], ngram_length=2, ngram_continuation=3)
-    chain = DraftTree((9, 1, 2), (-1, 0, 1), (0, 1, 2), (0.0, -0.5, -1.0))
-    longer = session.continued(chain, Ask(0, 9, depth=9, size=16))
-    rule = FLy().with_options({"fly_entropy": 0.3, "fly_window": 3, "fly_most_probable": 0})
-    lengths = []
-    for tree in (chain, longer):
-        logits = torch.zeros(len(tree), 12)
-        for node in range(len(tree)):  # the target chooses what follows, but another token at first
-            logits[node, 7 if node == 0 else (*tree.tokens, 6)[node + 1]] = 0.1
-        nodes = Nodes(logits, lambda node, tokens, scores=logits: scores[node : node + 1], lambda *_: False)
-        lengths.append(len(rule.judge(tree, nodes).path))
-    assert lengths == [0, 5]
-
-
-def test_a_continuation_needs_ngrams(target, prompt):
-    drafter = make_drafter(target)
-    assert DraftOptions.of(drafter).ngram_continuation == 0
-    drafter.generation_config.update(ngram_continuation=4, ngram_length=0)
-    with pytest.raises(ValueError, match="without n-grams there is nothing to append"):
-        target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
 
 
 def test_padding_and_ids_that_are_no_tokens_are_not_drafted(target):

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Ask, Call
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
-from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
+from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.hub.drafter_files import DamagedFile
 from hf_hsdraft.methods.growth import grown
 from hf_hsdraft.methods.refinement import refiner_training
@@ -35,7 +35,6 @@ from hf_hsdraft.methods.refinement.refinement import (
     save_refiner,
 )
 from hf_hsdraft.methods.refinement.refiner_training import examples_of, perplexity, train_refiner
-from hf_hsdraft.methods.specformer.drafter import SpecFormerSession
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
 
@@ -101,9 +100,9 @@ def test_the_model_is_its_formula_step_by_step(target, before):
     """Also where the text is shorter than what the model looks back."""
     weights = borrow(make_drafter(target), target)
     model = make_refiner()
-    refiner = Refiner(model, SHARE, weights, rows=1)
-    refiner.observe(0, before[:2])
-    refiner.observe(0, [*before[2:], 11])
+    refiner = Refiner(model, SHARE, weights)
+    for tokens in (before[:2], [*before[2:], 11]):
+        refiner.observe([Accepted.of_tokens(0, tokens)])
     refinement = refiner.refined([0])
     text, states = [*before, 11], None
     for level, token in enumerate((11, 20, 21, 22), 1):
@@ -121,13 +120,12 @@ def test_scores_are_the_interpolation_of_both_models(kind, target, tuned, tmp_pa
     tuned(likely_columns=likely)
     drafter = refined(KINDS[kind](target), tmp_path)
     weights, text = borrow(drafter, target), list(range(5, 15))
-    session_class = HSDraftSession if isinstance(drafter, HSDrafter) else SpecFormerSession
     model, sessions = refiner_of(drafter, weights), []
     for share in (0.0, SHARE):
         drafter.generation_config.refinement = share
-        session = session_class(drafter, weights, Call(target, 1, DraftOptions.of(drafter)))
-        session.observe([news(drafter, target, text, 0, 9)])
-        sessions.append(session)
+        drafting = Drafting(drafter, Call(target, 1, DraftOptions.of(drafter)))
+        drafting.observe([news(drafter, target, text, 0, 9)])
+        sessions.append(drafting.session)
     plain, other = (expansion_of(session, text[-1]) for session in sessions)
     ids = weights.vocab_ids
     states, tokens, paths = [None, None], torch.tensor([[text[-1]]]), [[]]
@@ -150,13 +148,7 @@ def test_scores_are_the_interpolation_of_both_models(kind, target, tuned, tmp_pa
 def expansion_of(session, root: int) -> ParallelExpansion:
     """What a session builds the tree of the next draft by."""
     made = []
-    builder = session.grown
-
-    def noting(asks, expansion, *args):
-        made.append(expansion)
-        return builder(asks, expansion, *args)
-
-    session.grown = noting
+    session.on_expansion = lambda rows, expansion: made.append(expansion)
     session.draft([Ask(0, root, depth=3, size=8)])
     return made[0]
 
@@ -179,7 +171,7 @@ def test_a_chat_that_goes_on_keeps_its_last_tokens(kind, target, tmp_path):
 def test_it_is_off_by_default_and_changed_from_call_to_call(target, tmp_path):
     drafter = refined(make_drafter(target), tmp_path)
     del drafter.generation_config.refinement
-    assert DraftOptions.of(drafter).own["refinement"] == 0.0
+    assert DraftOptions.of(drafter).own.get("refinement", 0.0) == 0.0
     plain = drafts_of(target, with_fixed(make_drafter(target)), padded(1))
     for share, alike in ((0.0, True), (0.3, False), (0.0, True)):
         found = drafts_of(target, with_fixed(drafter, refinement=share), padded(1))

@@ -1,13 +1,8 @@
-"""Drafting options, merged from a drafter's `generation_config` and the call's, and checked.
-
-Drafters that draft all depths at once take refiners: methods that change draft logits by the path's tokens.
-`methods/refinement` has the only one. Each has an option of its name, its share in the logits; at 0, the default, it is
-not loaded.
-"""
+"""Drafting options, merged from a drafter's `generation_config` and the call's, and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
@@ -17,7 +12,6 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ...core.checks import (
-    Limit,
     choice,
     demand,
     few,
@@ -33,7 +27,6 @@ from ...core.options import Option
 from ...pace.pacing import Costs
 from ...verify.registry import COMMON_OPTIONS, NO_HISTORY, OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
-from .target_weights import TargetWeights
 
 # Share of `tree_size` that the rows of a batch have together - measured; the figures were not kept.
 BATCH_SHARE = Fraction(2, 3)
@@ -53,6 +46,17 @@ HISTORY_NOT_TAKEN = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MethodOption(Option):
+    """An option with which a method changes what any drafter's calls draft. At 0, its default, nothing is loaded."""
+
+    fits: Callable[[Any, DraftOptions], None]  # takes the drafter; raises a ValueError if it cannot be used with these
+    begin: Callable[[Any, Any], None]  # takes the call and its `engine.drafting.Drafting`, which it changes
+
+
+METHOD_OPTIONS: Registry[MethodOption] = Registry("drafting_option")
+
+
 @dataclass(frozen=True)
 class DraftOptions:
     """Drafting options of one call, read from `drafter.generation_config`."""
@@ -66,7 +70,6 @@ class DraftOptions:
     drawn: bool = False  # whether `tree_builder` draws nodes from the drafter's distribution, as `rejection` requires
     temperature: float = 1.0  # for drawing nodes; 1 if they are not drawn
     ngram_length: int = 0  # longest leader of `NgramCache`, whose nodes join the tree; 0 disables n-grams
-    ngram_continuation: int = 0  # most n-gram nodes appended to the most probable drafted path
     # `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always uses these sizes
     tree_sizing: str = "fixed"
     costs: Costs | None = None  # used by `"cost"`; None to measure them
@@ -76,8 +79,12 @@ class DraftOptions:
     compiled_layers: bool | None = None
     adapter_name: str | None = None  # adapter that the drafter uses; "" for none, None for the active ones
     history: str = NO_HISTORY  # past texts to draft from: `"off"`, `"memory"`, or a folder
-    # Options of the drafter's family and of verification rules, by name
+    # Options of the drafter's family, of verification rules, and those set of `METHOD_OPTIONS`, by name
     own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def of_methods(self) -> list[MethodOption]:
+        return [METHOD_OPTIONS[name] for name in offered(METHOD_OPTIONS.kind) if self.own.get(name)]
 
     def shared_by(self, rows: int) -> DraftOptions:
         """Options of each row of a batch, where nodes cost more: trees are smaller and less deep."""
@@ -87,7 +94,7 @@ class DraftOptions:
         return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
 
     def as_chain(self) -> DraftOptions:
-        return replace(self, beam_width=1, tree_size=max(self.depth, 1) + self.ngram_continuation)
+        return replace(self, beam_width=1, tree_size=max(self.depth, 1) + self.own.get("ngram_continuation", 0))
 
     @classmethod
     def of(cls, drafter: Any, call: GenerationConfig | None = None) -> DraftOptions:
@@ -154,9 +161,6 @@ def _check_together(values: Mapping[str, Any], drafter: Any) -> None:
         # Only here: whether a rule is lossy is known once its method is loaded.
         rules = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in VERIFIERS)
         demand(False, "verification", values["verification"], f"expected one of {rules}")
-    valid, more = values["ngram_length"] or not values["ngram_continuation"], values["ngram_continuation"]
-    wanted = "ngram_length is 0, and without n-grams there is nothing to append; set that to 1 or more, or this to 0"
-    demand(valid, "ngram_continuation", more, wanted)
     builder, verification = values["tree_builder"], values["verification"]
     if VERIFIERS[verification].drawn_nodes and not TREE_BUILDERS[builder].draws:
         raise ValueError(
@@ -174,7 +178,8 @@ def default_options(
     num_assistant_tokens: int, tree_size: int, beam_width: int, own: Sequence[Option] = ()
 ) -> GenerationConfig:
     """The default options of a family; `own` are its `Drafter.own_options`. Options of rules are added when set."""
-    common = {name: each.default for name, each in COMMON_OPTIONS.items()}
+    common = dict.fromkeys(offered(METHOD_OPTIONS.kind), 0)
+    common |= {name: each.default for name, each in COMMON_OPTIONS.items()}
     sizes = {"num_assistant_tokens": num_assistant_tokens, "tree_size": tree_size, "beam_width": beam_width}
     return GenerationConfig(**{**common, **sizes, **{option.name: option.default for option in own}})
 
@@ -197,8 +202,9 @@ def _given(config: GenerationConfig | None) -> dict[str, Any]:
 
 
 def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
-    """Returns options of the drafter's family and of verification rules by name; see `rule_options`."""
-    options = [*rule_options(*given), *drafter.own_options]
+    """Returns options of the drafter's family, of verification rules (see `rule_options`) and methods, by name."""
+    methods = [name for name in offered(METHOD_OPTIONS.kind) if any(each.get(name, 0) != 0 for each in given)]
+    options = [*rule_options(*given), *(METHOD_OPTIONS[name] for name in methods), *drafter.own_options]
     own = {option.name: option for option in options}
     taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | COMMON_OPTIONS.keys() | vars(Verifier).keys()))
     taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share an option
@@ -210,7 +216,8 @@ def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
 def option_names(drafter: Any = None) -> set[str]:
     """Returns the names of a drafter's options; without a drafter, the names common to all."""
     if drafter is None:
-        return COMMON_OPTIONS.keys() | OPTION_NAMES | {option.name for option in rule_options()}
+        rules = {option.name for option in rule_options()}
+        return COMMON_OPTIONS.keys() | OPTION_NAMES | rules | set(offered(METHOD_OPTIONS.kind))
     given = vars(drafter.default_generation_config()).keys() - vars(GenerationConfig()).keys()
     return option_names() | _own_options(drafter).keys() | given
 
@@ -242,48 +249,8 @@ def _given_costs(node: Any, depth: Any) -> Costs | None:
     return Costs(tree=0.0, node=node, draft=depth, depth=depth)
 
 
-REFINERS: Registry[Any] = Registry("refiner")  # classes, see `Refiner` in `methods/refinement/refinement.py`
-REFINER_OPTIONS = tuple(
-    Option(
-        name,
-        0.0,
-        Limit(lambda value: is_number(value) and 0.0 <= value < 1.0, f"a number from 0 (no {name}) to below 1"),
-        "Share of the refiner in the logits of drafted tokens.",
-    )
-    for name in REFINERS
-)
-NOT_REFINED = {option.name: option.default for option in REFINER_OPTIONS}
-
-
-def _shares(options: DraftOptions) -> dict[str, float]:
-    """Returns the shares above 0 by refiner."""
-    shares = {option.name: options.own.get(option.name, 0.0) for option in REFINER_OPTIONS}
-    return {name: share for name, share in shares.items() if share}
-
-
-def why_not_refined(drafter: Any) -> str:
-    """Returns why a drafter takes no refiner, as its `why_not_refined` says; empty if it takes one."""
-    return getattr(drafter, "why_not_refined", "its depths are not drafted at once")
-
-
-def check_refiners(drafter: Any, options: DraftOptions) -> None:
-    """Raises a ValueError for a refiner that this drafter lacks or cannot take; `Refiner.of` checks the target."""
-    for name, share in _shares(options).items():
-        if why := why_not_refined(drafter):
-            raise ValueError(f"{name}={share!r} is invalid for this drafter: {why}; set it to 0")
-        REFINERS[name].check(drafter, share)
-
-
-def refiner_of(drafter: Any, options: DraftOptions, weights: TargetWeights, rows: int) -> Any:
-    """Returns the refiner of a call; None if the options ask for none."""
-    for name, share in _shares(options).items():
-        return REFINERS[name].of(drafter, share, weights, rows)
-    return None
-
-
 def leave_folder(drafter: Any) -> None:
-    """Forgets the folder that a drafter was loaded from and all in it; switches refiners off, in place."""
+    """Forgets the folder that a drafter was loaded from and all in it; switches its refiner off, in place."""
     drafter.loaded_from = None
-    for name, none in NOT_REFINED.items():
-        if getattr(drafter.generation_config, name, none):
-            setattr(drafter.generation_config, name, none)
+    if getattr(drafter.generation_config, "refinement", 0):
+        drafter.generation_config.refinement = 0.0

@@ -32,7 +32,7 @@ from ...hub.drafter_files import (
 )
 from ...hub.publication import complete, complete_folder, push
 from ...verify.registry import COMMON_OPTIONS
-from .draft_options import DraftOptions, check_refiners, default_options
+from .draft_options import default_options
 from .protocol import Drafter, check_sizes
 from .saved_drafter import OF_A_PUSH, stored_options, write_options
 
@@ -287,9 +287,6 @@ class StateDrafter(PretrainedDrafter, Drafter):
     def default_generation_config(self) -> GenerationConfig:
         config = self.config
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
-
-    def check_together(self, options: DraftOptions) -> None:
-        check_refiners(self, options)
 
     def check(self, target: Any) -> None:
         check_sizes(self.config, target)

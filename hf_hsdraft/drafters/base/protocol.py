@@ -150,6 +150,8 @@ class Session:
     kind: tuple[Any, ...] = ()
     # Called with rows and the expansion of their trees; see `engine.loop.Observer.on_expansion`
     on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
+    # Takes the same, and returns the expansion to grow the trees from instead; set by methods
+    revise: Callable[[Sequence[int], Expansion], Expansion] | None = None
     # Takes the forward that verifies the last draft, launches the next draft behind it, and reads both back at once;
     # returns the target's choice at each node, or None if it does nothing. None if the session cannot. What it drafts
     # is used if the choices are accepted along the tree.
@@ -230,7 +232,9 @@ class Drafter:
         DraftOptions.of(self)
 
     def check_together(self, options: DraftOptions) -> None:
-        """Raises a ValueError for options that exclude each other in this family."""
+        """Raises a ValueError for options that exclude each other in this family, or methods that it cannot take."""
+        for each in options.of_methods:
+            each.fits(self, options)
 
     def taps_of(self, target: Any) -> Sequence[int]:
         """Returns the hidden states that it reads of a target; called after `check`."""

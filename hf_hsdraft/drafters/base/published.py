@@ -22,7 +22,7 @@ from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes, rotary_of
-from .draft_options import DraftOptions, check_refiners, default_options
+from .draft_options import default_options
 from .plain_config import FLAG, MOST_OF_TARGET, TargetSizes
 from .published_format import PublishedFormat
 from .readings import settle, settled_by, told
@@ -264,9 +264,6 @@ class PublishedNetwork(nn.Module, SavedDrafter):
     def default_generation_config(self) -> GenerationConfig:
         steps = self.num_draft_steps
         return default_options(steps, tree_size=max(24, steps), beam_width=8, own=self.own_options)
-
-    def check_together(self, options: DraftOptions) -> None:
-        check_refiners(self, options)
 
     @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:

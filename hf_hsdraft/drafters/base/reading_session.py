@@ -15,7 +15,7 @@ from ...core.draft_tree import Expansion
 from ...core.tensors import batched_attention, on_device
 from ...core.tuning import MASK_ROWS, MOST_PENDING, SPARE_PART, SPARE_TOKENS
 from .decoder_layer import AttendByLayer
-from .draft_options import DraftOptions, refiner_of
+from .draft_options import DraftOptions
 from .protocol import Accepted, Ask, Call
 from .target_weights import TargetWeights
 from .tree_session import Confidence, DraftMemory, ParallelExpansion, TokenBias, TreeSession
@@ -246,6 +246,7 @@ class ReadingSession(TreeSession):
     attend to accepted positions, and keep these in the context; 0 for a family with other buffers.
     """
 
+    takes_new_texts = True
     reads_tokens = True  # whether an input has the embedding of the token after its position
 
     def __init__(self, drafter: Any, weights: TargetWeights, call: Call, layers: int) -> None:
@@ -255,8 +256,6 @@ class ReadingSession(TreeSession):
         self._pending: list[list[Columns]] = [[] for _ in range(call.rows)]
         self._anchors: dict[int, torch.Tensor] = {}  # `[1]`, int64, the position of each row's last accepted token
         self._left: dict[int, Any] = {}  # what `read` keeps of each row's last position, beside keys and values
-        self._refiner = refiner_of(drafter, call.options, weights, call.rows)
-        self.takes_new_texts = self._refiner is None
 
     def columns(self, news: Accepted) -> Columns:
         """Returns the inputs to queue, on the drafter's device: taps, embeddings if they are read, and positions."""
@@ -274,8 +273,6 @@ class ReadingSession(TreeSession):
         for each in news:
             pending = self._pending[each.row]
             pending.append(self.columns(each))
-            if self._refiner is not None:
-                self._refiner.observe(each.row, [*each.earlier, *each.tokens])
             if sum(len(part[-1]) for part in pending[1:]) > MOST_PENDING:  # no draft for a long time
                 self.read_pending([each.row])
 
@@ -372,6 +369,5 @@ class ParallelSession(ReadingSession):
         self, asks: Sequence[Ask], hidden: torch.Tensor, options: DraftOptions, logits: torch.Tensor, bias: Any
     ) -> ParallelExpansion:
         """Returns the expansion of slots `[B, slots, D]` with logits `[B, depth, V']`."""
-        rows, temperature = [ask.row for ask in asks], options.temperature
-        bias = bias if self._refiner is None else self._refiner.refined(rows, bias)
-        return ParallelExpansion(logits, bias, temperature, self.race(rows, logits.shape[1]), self.confidence(hidden))
+        race = self.race([ask.row for ask in asks], logits.shape[1])
+        return ParallelExpansion(logits, bias, options.temperature, race, self.confidence(hidden))

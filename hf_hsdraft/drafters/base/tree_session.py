@@ -298,6 +298,8 @@ class TreeSession(Session):
 
     def grown(self, asks: Sequence[Ask], expansion: Expansion, options: DraftOptions) -> list[DraftTree]:
         """Builds the trees. If nodes have no state, the best tree is found exactly."""
+        if self.revise is not None:
+            expansion = self.revise([ask.row for ask in asks], expansion)
         if self.on_expansion is not None:
             self.on_expansion([ask.row for ask in asks], self.repeatable(asks, expansion, options))
         ids = self._vocab_ids

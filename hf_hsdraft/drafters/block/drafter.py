@@ -24,7 +24,6 @@ from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
 from ..base.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
-from ..base.draft_options import REFINER_OPTIONS
 from ..base.protocol import Call, Read, weights_of
 from ..base.published import PublishedNetwork, SpeculatorsFiles, refuse_unsaid, speculators_document
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
@@ -125,7 +124,7 @@ class BlockDrafter(PublishedNetwork):
 
     config_class = BlockConfig
     why_not_refined = ""
-    own_options = (*REFINER_OPTIONS, CONFIDENCE)
+    own_options = (CONFIDENCE,)
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)

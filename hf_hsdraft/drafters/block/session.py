@@ -114,8 +114,7 @@ class BlockSession(ParallelSession):
         super().__init__(drafter, weights, call, layers)
         extra = *config.ranks, config.markov_head_type, config.gru_size, config.conv_kernel_size
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
-        place = drafter.dtype, drafter.device, self._refiner is not None
-        self.kind = sizes, layers, config.block_size, *ends, *extra, *place
+        self.kind = sizes, layers, config.block_size, *ends, *extra, drafter.dtype, drafter.device
         learned = config.learned_mask  # that the target has no embedding of
         self._mask = weights.embed(torch.tensor(0 if learned else config.mask_token_id, device=drafter.device))
         self._slots = torch.arange(config.block_size, device=drafter.device)

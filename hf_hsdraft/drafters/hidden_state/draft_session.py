@@ -194,7 +194,7 @@ class HSDraftSession(ParallelSession):
         self._working = working or WorkingWeights.of(drafter, weights.head)
         self._roll_out = roll_out or RollOut(self._working, drafter, call.rows)
         self._rows = [_Row() for _ in range(call.rows)]
-        self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
+        self.kind = *sizes, drafter.dtype, drafter.device
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = super().draft(asks)

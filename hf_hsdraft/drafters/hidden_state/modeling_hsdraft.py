@@ -9,7 +9,7 @@ import torch
 
 from ...core.checks import demand
 from ...core.tensors import device_of, is_unhooked, joined
-from ..base.draft_options import REFINER_OPTIONS, DraftOptions
+from ..base.draft_options import DraftOptions
 from ..base.packed_texts import PackedTexts
 from ..base.pretrained_drafter import StateDrafter
 from ..base.protocol import Call, Read, weights_of
@@ -52,7 +52,7 @@ class HSDrafter(HSDraftNetwork, StateDrafter):
 
     travels_as = ChainDrafter
     why_not_refined = ""
-    own_options = (*REUSE_OPTIONS, *REFINER_OPTIONS)
+    own_options = REUSE_OPTIONS
 
     def forward(
         self,

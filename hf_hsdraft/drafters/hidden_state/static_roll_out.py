@@ -267,7 +267,7 @@ class StaticSession(HSDraftSession):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        with_states = self._foresight is not None or self._refiner is not None or self._reuse != "none"
+        with_states = self._foresight is not None or self._reuse != "none"
         self._beams = not with_states and self._options.tree_builder == "beam"
         self._sizes: tuple[int, int] | None = None  # `tree_size` and `beam_width` of this round's draft
         self._followed: Followed | None = None  # the next draft, if the target accepts as it assumes
@@ -275,7 +275,7 @@ class StaticSession(HSDraftSession):
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
         [ask] = asks
-        if not self._beams or self.on_expansion is not None:
+        if not self._beams or self.on_expansion is not None or self.revise is not None:
             return super().trees(asks, depth, options)
         sizes = options.tree_size, options.beam_width
         if self._found is None:

@@ -27,7 +27,7 @@ from .ngrams import NGRAM_LEADERS, FollowerTable, NgramSession
 logger = logging.get_logger(__name__)
 
 _MOST_TOKENS = NGRAM_LEADERS  # of `texts`
-_OPTIONS = sorted(COMMON_OPTIONS.keys() - {"ngram_length", "ngram_continuation", "tree_builder", "verification"})
+_OPTIONS = sorted(COMMON_OPTIONS.keys() - {"ngram_length", "tree_builder", "verification"})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from ...core.draft_tree import NGRAM_LEAST, DraftTree, Path, grown_tree
+from ...core.draft_tree import NGRAM_LEAST, DraftTree, grown_tree
 from ...core.tensors import embedded_tokens
 from ...core.tuning import NGRAM_DEPTH
 from ..base.protocol import Accepted, Ask, Call, Session
@@ -121,12 +121,7 @@ class NgramCache:
         threshold: float = 0.0,  # least probability of a path, 0 to 1
     ) -> DraftTree:
         """Returns the most probable continuations as a tree, with at most `tree_size` nodes besides the root."""
-        tail = self._tail
-
-        def following(path: Path) -> list[tuple[int, float]]:
-            return self._next([*tail, *path], drafted=bool(path))
-
-        return grown_tree(tail[-1], following, tree_size, depth, width, threshold)
+        return grown_tree(self._tail[-1], self.after, tree_size, depth, width, threshold)
 
     @property
     def _probabilities(self) -> list[list[float]]:
@@ -136,28 +131,16 @@ class NgramCache:
             self._counted = [[table.probability(rank) for rank in ranks] for table in self._tables]
         return self._counted
 
-    def follow(self, drafted: Sequence[int], most: int) -> list[tuple[int, float]]:
-        """Returns up to `most` most probable tokens after a drafted path, each with its conditional probability."""
-        found: list[tuple[int, float]] = []
-        path = [*self._tail, *drafted]
-        while len(found) < most:
-            ranked = self._next(path, drafted=True)
-            if not ranked:
-                break
-            found.append(ranked[0])
-            path.append(ranked[0][0])
-        return found
-
-    def _next(self, path: Sequence[int], drafted: bool) -> list[tuple[int, float]]:
-        """Returns likely tokens after a path with probabilities, the most probable first.
+    def after(self, drafted: Sequence[int]) -> list[tuple[int, float]]:
+        """Returns likely tokens after a drafted path with probabilities, the most probable first.
 
         Longer leaders come first; shorter ones share the remaining probability. Probabilities were counted at all
-        occurrences of a leader. If the path ends in a `drafted` token, they assume that it is right; then the text
-        repeats itself, and in greedy texts the next token is right more often, so its probability is raised. Sampled
-        texts do not show this, but there the error costs little.
+        occurrences of a leader. After drafted tokens they assume that these are right; then the text repeats itself,
+        and in greedy texts the next token is right more often, so its probability is raised. Sampled texts do not show
+        this, but there the error costs little.
         """
         found: dict[int, float] = {}
-        left = 1.0
+        path, left = [*self._tail, *drafted], 1.0
         for table, probabilities in zip(self._tables, self._probabilities, strict=True):
             followers, total = table.after(path), 0.0
             for token, probability in zip(followers, probabilities, strict=False):
@@ -199,38 +182,18 @@ class NgramSession(LookupSession):
     def __init__(self, call: Call, frozen: Sequence[FollowerTable] = ()) -> None:
         super().__init__(call)
         sizes = call.options.ngram_length, frozen, embedded_tokens(call.target)
-        self._caches: dict[int, NgramCache] = defaultdict(lambda: NgramCache(*sizes))
+        self.caches: dict[int, NgramCache] = defaultdict(lambda: NgramCache(*sizes))
 
     def _tree(self, ask: Ask) -> DraftTree:
-        ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, NGRAM_DEPTH), self._options.threshold
+        ngrams, depth, threshold = self.caches[ask.row], min(ask.depth, NGRAM_DEPTH), self._options.threshold
         if ngrams.last != ask.root:  # the root was not observed, or is outside the vocabulary
             return DraftTree.root(ask.root)
         return ngrams.draft(ask.size, depth, 1 if ask.chain else None, threshold)
 
-    def continued(self, tree: DraftTree, ask: Ask) -> DraftTree:
-        """Extends the most probable path of another drafter's tree by n-grams, within the limits of `ask`.
-
-        Adds at most `ngram_continuation` nodes; in a full tree they replace the least probable ones. A lone root stays
-        alone: nothing is to be drafted. FLy (arXiv:2511.22972) drafts on two levels for drafts longer than its window.
-        """
-        if len(tree) == 1 or self._caches[ask.row].last != ask.root:
-            return tree
-        following = self._following(tree, ask)
-        kept = tree.first(max(ask.size - len(following), 1))
-        if following and len(kept) < len(tree):  # the path's end may have been dropped
-            following = self._following(kept, ask)
-        following = following[: ask.size - len(kept) + 1]
-        return kept.extended(kept.likeliest_path()[-1], following) if following else tree
-
-    def _following(self, tree: DraftTree, ask: Ask) -> list[tuple[int, float]]:
-        path = tree.likeliest_path()
-        most = min(self._options.ngram_continuation, ask.depth - len(path))
-        return self._caches[ask.row].follow([tree.tokens[node] for node in path], most)
-
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
-            self._caches[each.row].extend([*each.earlier, *each.tokens])
+            self.caches[each.row].extend([*each.earlier, *each.tokens])
 
     def keep(self, rows: Sequence[int]) -> None:
-        for row in self._caches.keys() - set(rows):
-            del self._caches[row]
+        for row in self.caches.keys() - set(rows):
+            del self.caches[row]

@@ -162,6 +162,7 @@ class CascadeDrafter(nn.Module, SavedDrafter):
             raise ValueError(f"level {index} of this cascade, {_named(level)}: {error}") from None
 
     def check_together(self, options: DraftOptions) -> None:
+        super().check_together(options)
         builder = options.tree_builder
         demand(not TREE_BUILDERS[builder].whole, "tree_builder", builder, "its levels pass chains up")
 

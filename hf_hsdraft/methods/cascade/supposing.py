@@ -44,12 +44,12 @@ class SupposingNgrams(NgramSession):
         super().observe(news)
 
     def _tree(self, ask: Ask) -> DraftTree:
-        settled = self._caches[ask.row]
-        self._caches[ask.row] = settled.followed_by(self._supposed.get(ask.row, ()))
+        settled = self.caches[ask.row]
+        self.caches[ask.row] = settled.followed_by(self._supposed.get(ask.row, ()))
         try:
             return super()._tree(ask)
         finally:
-            self._caches[ask.row] = settled
+            self.caches[ask.row] = settled
 
 
 class SupposingModel(CausalLMSession):

@@ -22,7 +22,7 @@ import math
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from ...core.checks import demand, integer
+from ...core.checks import Limit, demand, integer, is_number
 from ...core.draft_tree import (
     TREE_BUILDERS,
     Builder,
@@ -43,12 +43,15 @@ from ...core.draft_tree import (
     searched,
 )
 from ...core.tensors import RMSNorm, Transform, on_device
-from ...drafters.base import draft_options
+from ...drafters.base.draft_options import METHOD_OPTIONS, DraftOptions, MethodOption
+from ...drafters.base.protocol import Accepted, Call, Session
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.base.tree_session import TokenBias
+from ...drafters.base.tree_session import ParallelExpansion, TokenBias
+from ...engine.drafting import Drafting
 from ...hub.drafter_files import check_weights, read_json, sha256, tensors
 from ...training.files import write_complete
 
+NAME = "refinement"
 _EPS = 1e-6
 CONFIG, WEIGHTS = "refiner/config.json", "refiner/model.safetensors"  # as in index.json
 # The target's hidden states already tell the drafters the text and the root before the first depth. Leftover states,
@@ -219,38 +222,53 @@ class Refinement:
         """The kernel's operators know no refinement."""
 
 
-class Refiner:
+class Refiner(Session):
     """Refines the drafts of a call; remembers the last tokens of the texts."""
 
-    def __init__(self, model: PathLM, share: float, weights: TargetWeights, rows: int) -> None:
+    def __init__(self, model: PathLM, share: float, weights: TargetWeights) -> None:
         self.model, self._share, self._weights = model, share, weights
-        self._last: list[list[int]] = [[] for _ in range(rows)]
+        self._last: dict[int, list[int]] = {}
 
-    @classmethod
-    def check(cls, drafter: Any, share: float) -> None:
-        """Raises a ValueError if the drafter has no refiner."""
-        if not has_refiner(drafter):
-            raise ValueError(
-                f"refinement={share!r} is invalid: this drafter has no refiner beside its weights; train one by "
-                "`hsdraft make refiner` and load the drafter again, or set refinement to 0"
-            )
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            last = [*self._last.get(each.row, ()), *each.earlier, *each.tokens]
+            self._last[each.row] = last[-self.model.sizes.length - 1 :]
 
-    @classmethod
-    def of(cls, drafter: Any, share: float, weights: TargetWeights, rows: int) -> Refiner:
-        """Returns the refiner of a call; errors as `refiner_of`."""
-        return cls(refiner_of(drafter, weights), share, weights, rows)
-
-    def observe(self, row: int, tokens: Sequence[int]) -> None:
-        """Takes further tokens of a row; the last one is the root of its next draft."""
-        self._last[row] = [*self._last[row], *tokens][-self.model.sizes.length - 1 :]
+    def keep(self, rows: Sequence[int]) -> None:
+        self._last = {row: last for row, last in self._last.items() if row in rows}
 
     def refined(self, rows: Sequence[int], own: TokenBias | None = None) -> Refinement:
         """Returns the refinement of the next drafts of these rows, behind the drafter's own bias."""
         length, embed = self.model.sizes.length, self._weights.embed
-        last = [self._last[row][:-1] for row in rows]
-        padded = [[-1] * (length - len(tokens)) + tokens for tokens in last]
+        padded = [[*[-1] * length, *self._last.get(row, ())][:-1][-length:] for row in rows]  # without the root
         since = self.model.after(on_device(padded, self._weights.vocab_ids.device), embed)
         return Refinement(self.model, self._share, embed, since[:, None], own)
+
+    def revised(self, rows: Sequence[int], expansion: Any) -> ParallelExpansion:
+        return replace(expansion, bias=self.refined(rows, expansion.bias))
+
+
+def why_not_refined(drafter: Any) -> str:
+    """Returns why a drafter takes no refiner, as its `why_not_refined` says; empty if it takes one."""
+    return getattr(drafter, "why_not_refined", "its depths are not drafted at once")
+
+
+def _fits(drafter: Any, options: DraftOptions) -> None:
+    share = options.own[NAME]
+    if why := why_not_refined(drafter):
+        raise ValueError(f"{NAME}={share!r} is invalid for this drafter: {why}; set it to 0")
+    if not has_refiner(drafter):
+        raise ValueError(
+            f"{NAME}={share!r} is invalid: this drafter has no refiner beside its weights; train one by "
+            f"`hsdraft make refiner` and load the drafter again, or set {NAME} to 0"
+        )
+
+
+def _begin(call: Call, drafting: Drafting) -> None:
+    session: Any = drafting.session
+    refiner = Refiner(refiner_of(session.drafter, session.weights), call.options.own[NAME], session.weights)
+    session.revise = refiner.revised
+    drafting.sessions.append(refiner)
 
 
 def p_best_trees(
@@ -280,5 +298,6 @@ def p_best_trees(
     return trees
 
 
-draft_options.REFINERS["refinement"] = Refiner
+_SHARE = Limit(lambda value: is_number(value) and 0.0 <= value < 1.0, f"a number from 0 (no {NAME}) to below 1")
+METHOD_OPTIONS[NAME] = MethodOption(NAME, 0, _SHARE, "Share of the refiner in the logits.", fits=_fits, begin=_begin)
 TREE_BUILDERS["p_best"] = Builder(p_best_trees, whole=True)

@@ -34,11 +34,10 @@ def train_refiner(
 
     The drafter's option `refinement` sets its weight; it is 0 until you set it.
     """
-    from ...drafters.base.draft_options import why_not_refined
     from ...generate.by_name import load_drafter
     from ...training.data.conversations import Conversation, read_chats, tokenize_conversation
     from ...training.files import check_place
-    from .refinement import CONFIG, PathLMSizes, save_refiner
+    from .refinement import CONFIG, PathLMSizes, save_refiner, why_not_refined
     from .refiner_training import examples_of
     from .refiner_training import train_refiner as run
 

@@ -14,7 +14,7 @@ from ...core.checks import integer, setting
 from ...core.draft_tree import Expansion
 from ...core.tensors import RMSNorm, batched_attention, is_unhooked, on_device
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
-from ...drafters.base.draft_options import REFINER_OPTIONS, DraftOptions
+from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.plain_config import FLAG
 from ...drafters.base.pretrained_drafter import StateDrafter
@@ -89,7 +89,6 @@ class SpecFormerDrafter(StateNetwork, StateDrafter):
     config: SpecFormerConfig
     main_input_name = "taps"
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
-    own_options = REFINER_OPTIONS
 
     def __init__(self, config: SpecFormerConfig) -> None:
         config.check()  # fields may have been set since it was built
@@ -192,7 +191,7 @@ class SpecFormerSession(ParallelSession):
         config = drafter.config
         super().__init__(drafter, weights, call, 1)
         layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
-        place = drafter.dtype, drafter.device, self._refiner is not None
+        place = drafter.dtype, drafter.device
         self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place
         # The fused inputs of each text's last position read.
         self._last = torch.zeros(call.rows, config.hidden_size, dtype=drafter.dtype, device=drafter.device)

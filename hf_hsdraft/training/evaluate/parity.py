@@ -15,7 +15,6 @@ import torch
 
 from ...core.draft_tree import Expansion
 from ...cpu.products import in_full_precision
-from ...drafters.base.draft_options import NOT_REFINED
 from ...drafters.base.protocol import WrappedDrafter
 from ...engine.loop import Observer, Round
 from ..data.conversations import TokenizedConversation
@@ -239,7 +238,7 @@ class _ObservedDrafter(WrappedDrafter):
 
     def __init__(self, drafter: Any, length: int) -> None:
         super().__init__(drafter)
-        for name, value in {"reuse": "none", **NOT_REFINED}.items():
+        for name, value in {"reuse": "none", "refinement": 0.0}.items():
             if hasattr(self.generation_config, name):
                 setattr(self.generation_config, name, value)
         self.recorder = ExpansionRecorder(length)
