@@ -74,6 +74,10 @@ def as_markdown(rows: Sequence[Support]) -> str:
         "plain `generate()`, drafted by a model or n-grams, for one prompt, a padded batch, and a prompt longer than "
         "the target's windows.",
         "",
+        "Drafters of [every format that is read](drafters.md#what-loads) draft trees for a prompt or a batch, and "
+        "chains where trees are not listed here; `python benchmarks/format_parity.py` compares their drafts with the "
+        "authors'.",
+        "",
         f"Written by `python benchmarks/support.py`, transformers {transformers.__version__}, torch "
         f"{torch.__version__}: a tiny random model of each type, in float32, {NEW_TOKENS} tokens, with drafts that are "
         "right to a random depth.",
