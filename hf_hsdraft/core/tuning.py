@@ -1,4 +1,4 @@
-"""Tuned numbers that several files read. A number that one file reads stands in that file.
+"""Tuned numbers that several files read. One that a single file reads stands there, those of the pace beside it.
 
 They decide how much is drafted and how long that takes. The texts do not depend on them, except that the thresholds in
 `runtime/misreading.py` also guard correctness.

@@ -148,7 +148,7 @@ def lossy_rule(text: str) -> tuple[str, dict[str, Any]]:
         try:
             number = float(value)
         except ValueError:
-            raise ValueError(f"{text!r}: {option}={value} is invalid: expected {own[option].limit.wanted}") from None  # type: ignore[union-attr]
+            raise ValueError(f"{text!r}: {option}={value} is invalid: expected a number") from None
         whole = isinstance(own[option].default, int) and number.is_integer()
         options[option] = own[option].checked(int(number) if whole else number)
     return name, options

@@ -308,6 +308,7 @@ def reshape(name):
             "swa_window_size": 5, "mask_token_id": MASK, "target_layer_ids": [0, 2, 4]}), None,
          "swa_window_size=5 in dflash_config and sliding_window=6 in config.json contradict"),
         ("z-lab DFlash", at_top(rope_scaling={"rope_type": "default", "rope_dim": 5}), None, "rope_dim=5.*even number"),
+        ("z-lab DFlash", at_top(rope_scaling={"rope_type": "proportional", "rope_dim": 4}), None, "rope_dim=4.*ted 8"),
         ("z-lab DFlash", in_dflash(projector_type="domino"), None, "no emb_dim"),
         ("SpecForge Domino", in_dflash(emb_dim=9), None, r"embed_proj.0.weight \[8, 44\] instead of \[9, 44\]"),
         ("SpecForge Domino", None, drop("prefix_gru.weight_hh_l0"), "missing: prefix_gru.weight_hh_l0"),

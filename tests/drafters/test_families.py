@@ -33,7 +33,7 @@ class TinyConfig(PreTrainedConfig):
 class Base(PretrainedDrafter, Drafter):
     """What two families have in common; it belongs to none. Drafts all depths at once, out of the last token alone."""
 
-    own_options = (Option("tiny_scale", 1.0, Limit(lambda value: isinstance(value, float), "a float")),)
+    own_options = (Option("tiny_scale", 1.0, Limit(lambda value: isinstance(value, float) and value > 0, "above 0")),)
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__(config)

@@ -72,6 +72,24 @@ def learn(target, drafter, text: list[int], steps: int = 60, lr: float = 3e-3) -
         optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["norm_before_residual", "norms_state_twice"])
+@torch.no_grad()
+def test_a_drafter_read_otherwise_is_one_that_was_made_so(name):
+    """In each of its layers, where all of them read embeddings."""
+    target = tiny_target()
+    fields = {"num_hidden_layers": 2, "windows": (None, None), "all_read_embeddings": True}
+    reread, made = (uneven_eagle(target, **fields, **{name: value}) for value in (False, True))
+    made.load_state_dict(reread.state_dict())
+    weights = made.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    tokens = torch.arange(5, 17)
+    taps = taps_of(target, tokens.tolist(), made.taps)[:-1]
+    expected, before = (each.trial_states(taps, tokens, torch.arange(8), 3, weights) for each in (made, reread))
+    reread.reread(**{name: True})
+    found = reread.trial_states(taps, tokens, torch.arange(8), 3, weights)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert not torch.allclose(before[0], expected[0])
+
+
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in OPEN for value in QUESTIONS[name].readings])
 def test_a_trial_finds_what_a_drafter_has_learned(name, value):
     make, fields, kind = OPEN[name]

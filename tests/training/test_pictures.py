@@ -14,7 +14,7 @@ from hf_hsdraft.training.evaluate.pictures import draw_pictures
 from hf_hsdraft.training.loop.results import RenewedPictures
 
 HISTORY = [
-    {"step": 10, "loss": 2.0, "learning_rate": 1e-4, "accuracy_1": 0.3, "accuracy_2": 0.2, "regression": 0.1},
+    {"step": 10, "loss": 2.0, "learning_rate": 1e-4, "accuracy_1": 0.3, "accuracy_2": 0.2},
     {"step": 20, "loss": 1.5, "learning_rate": 1e-4, "accuracy_1": 0.4, "accuracy_2": 0.3},
     {"step": 20, "eval_loss": 1.6, "eval_tau": 1.9, "eval_accuracy_1": 0.4, "eval_acceptance_1": 0.3},
     {"step": 40, "loss": 1.2, "learning_rate": 1e-5},

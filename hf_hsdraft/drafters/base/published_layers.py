@@ -22,7 +22,7 @@ _SHOWN_PARTS = {
     "attention_bias": "self_attn.q_proj.bias", "output_bias": "self_attn.o_proj.bias", "mlp_bias": "mlp.up_proj.bias",
     "qk_norm": "self_attn.q_norm.weight",
 }  # fmt: skip
-_PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")  # names that vLLM takes
+PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")  # names that vLLM takes
 _RENAMED = {"mrope": "default", "deepseek_yarn": "yarn"}  # types of rotary embeddings
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -75,7 +75,7 @@ def read_rope(layer: Fields, kind: str = "", in_part: bool = False) -> dict[str,
     if (longest := layer.integer("max_position_embeddings", None)) is not None:
         found["max_position_embeddings"] = longest
     if in_part:
-        factors = [layer.number(name, None, most=1.0) for name in _PARTIAL]
+        factors = [layer.number(name, None, most=1.0) for name in PARTIAL]
         if (part := next((each for each in factors if each is not None), 1.0)) != 1.0:
             found["partial_rotary_factor"] = part
     else:
@@ -101,12 +101,20 @@ def _rotation(table: Fields, layer: Fields, in_part: bool) -> dict[str, Any]:
         table.number("partial_rotary_factor", None, most=1.0)
     else:
         table.expect("partial_rotary_factor", 1, 1.0)
-    if in_part and (width := found.pop("rope_dim", None)) is not None:  # of vLLM and SGLang
-        size = layer.integer("head_dim", None) or layer.integer("hidden_size") // layer.integer("num_attention_heads")
-        wanted = f"expected an even number up to {size}"
-        demand(is_integer(width) and 0 < width <= size and width % 2 == 0, "rope_dim", width, wanted)
-        found["partial_rotary_factor"] = width / size
+    width, size = found.pop("rope_dim", None), layer.integer("head_dim", None)  # how vLLM and SGLang tell the part
+    if width is not None and (size := size or _usual_width(layer)) is not None:
+        in_part = in_part and "proportional" not in named.values()
+        fits = is_integer(width) and (width == size or (in_part and 0 < width < size and width % 2 == 0))
+        demand(fits, "rope_dim", width, f"expected an even number up to {size}" if in_part else f"expected {size}")
+        if in_part:
+            found["partial_rotary_factor"] = width / size
     return found
+
+
+def _usual_width(layer: Fields) -> int | None:
+    """The width of a head where none is told; None as long as the defaults of a class are not filled in."""
+    width, heads = layer.integer("hidden_size", None), layer.integer("num_attention_heads", None)
+    return width // heads if width and heads else None
 
 
 def read_windows(layer: Fields, count: int, by_types_alone: bool = False) -> tuple[int | None, ...]:

@@ -13,7 +13,7 @@ from ...hub.drafter_files import CONFIG
 from ..base.decoder_layer import LayerSizes
 from ..base.published import MOST_LAYERS
 from ..base.published_format import REQUIRED, Files, Row, taps, told
-from ..base.published_layers import read_windows, sizes
+from ..base.published_layers import PARTIAL, read_windows, sizes
 from .configuration import BlockConfig, Sight, spread_layers
 
 OWN = "dflash_config"  # fields that it lacks may be at the top
@@ -76,7 +76,8 @@ def rotates_in_part(files: Files, _: Any = None) -> bool:
     types = [(each.values.get("rope_type"), each.values.get("type")) for each in tables]
     if any("proportional" in each for each in types) or any("rope_dim" in each for each in tables):
         return False
-    return any(each.number("partial_rotary_factor", 1.0, most=1.0) != 1.0 for each in tables)
+    factors = [each.number(PARTIAL[0], 1.0, most=1.0) for each in tables]
+    return any(each != 1.0 for each in (*factors, *(layers.number(name, 1.0, most=1.0) for name in PARTIAL)))
 
 
 def may_read_last(files: Files) -> bool:

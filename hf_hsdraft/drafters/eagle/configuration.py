@@ -198,7 +198,8 @@ class EagleLayer(DecoderLayer):
         reads_embedding = (first or config.all_read_embeddings) and not config.fuses_embedding
         attention: Any = LatentAttention if isinstance(config.sizes, LatentSizes) else Attention
         super().__init__(config.sizes, 2 * size if reads_embedding else size, attention)
-        self.norm_before_residual, self.norms_state_twice = config.norm_before_residual, config.norms_state_twice
+        self.norm_before_residual = config.norm_before_residual
+        self.norms_state_twice = first and config.norms_state_twice
         self.hidden_norm = RMSNorm(size, eps) if reads_embedding else None
         if first and config.fuses_embedding:  # reads what fc gives, not normed
             self.input_layernorm = nn.Identity()  # type: ignore[assignment]

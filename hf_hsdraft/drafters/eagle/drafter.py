@@ -9,7 +9,7 @@ Letters in the shapes: T accepted pairs, S chains, K draft steps, D hidden size,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
@@ -231,8 +231,9 @@ class EagleDrafter(PublishedNetwork):
 
     def reread(self, **fields: Any) -> None:
         super().reread(**fields)
-        for name in ("norm_before_residual", "norms_state_twice"):
-            setattr(self.layers[0], name, getattr(self.config, name))
+        for index, layer in enumerate(cast("Iterable[EagleLayer]", self.layers)):
+            layer.norm_before_residual = self.config.norm_before_residual
+            layer.norms_state_twice = index == 0 and self.config.norms_state_twice
 
     def trial_states(
         self, taps: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, depth: int, weights: TargetWeights
