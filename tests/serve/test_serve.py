@@ -113,12 +113,13 @@ def test_clients_killed_in_the_middle_leave_nothing_behind(endless):
     gc.collect()
     caches = number_of_caches()
     threads = threading.active_count()
-    streaming = endless.send_raw(words(0), stream=True, max_tokens=WINDOW - 100)
+    drawn = {"max_tokens": WINDOW - 100, "temperature": 1.0}  # greedy texts repeat themselves, and drafts end them soon
+    streaming = endless.send_raw(words(0), stream=True, **drawn)
     while b"content" not in streaming.recv(4096):
         pass
-    waiting = endless.send_raw(words(1), stream=True, max_tokens=WINDOW - 100)
+    waiting = endless.send_raw(words(1), stream=True, **drawn)
     waiting.recv(4096)  # the head: it has been taken
-    whole = endless.send_raw(words(2), max_tokens=WINDOW - 100)
+    whole = endless.send_raw(words(2), **drawn)
     time.sleep(0.2)
     before = endless.drafting()["calls"]  # where this thread got no processor, some have ended by now
     for connection in (waiting, whole, streaming):
@@ -347,7 +348,7 @@ def test_a_rule_of_the_command_line_is_checked_before_anything_is_served(tmp_pat
         set_verification(drafter, "pivot")
     set_verification(drafter, "fly+fly_window=2+ngram_continuation=8")
     options = DraftOptions.of(drafter)
-    assert (options.verification, options.own["fly_window"], options.ngram_continuation) == ("fly", 2, 8)
+    assert (options.verification, options.own["fly_window"], options.own["ngram_continuation"]) == ("fly", 2, 8)
     for command in ("serve", "chat", "ui"):
         if command == "ui" and find_spec("gradio") is None:
             continue
