@@ -1,4 +1,4 @@
-"""Tuned numbers that several files read. One that a single file reads stands there, those of the pace beside it.
+"""Tuned numbers that several rooms read. A number that one file reads is in that file, the pace's in `pace/tuning.py`.
 
 They decide how much is drafted and how long that takes. The texts do not depend on them, except that the thresholds in
 `runtime/misreading.py` also guard correctness.

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core.checks import demand
-from ..training.loop.arguments import METHOD_OPTIONS, MethodOption
+from ..training.loop.arguments import TRAINING_OPTIONS, TrainingOption
 from ..training.loss.chains import ChainLabels
 from ..training.loss.loss import WEIGHTINGS, Term, Total
 from ..training.loss.objectives import OBJECTIVES, Objective, forward_kl, hard_labels, kl, total_variation
@@ -119,7 +119,7 @@ def _foreseen(total: Total, place: torch.Tensor, labels: ChainLabels) -> tuple[t
     return probability.view_as(labels.valid), right.view_as(labels.valid) > 0
 
 
-def _weight_of(name: str, distance: Callable[..., torch.Tensor]) -> MethodOption:
+def _weight_of(name: str, distance: Callable[..., torch.Tensor]) -> TrainingOption:
     """The weight of a distance of drafted states from the target's final ones. That of the regression falls to 0."""
 
     def made(args: Any, weight: float) -> Term:
@@ -130,7 +130,7 @@ def _weight_of(name: str, distance: Callable[..., torch.Tensor]) -> MethodOption
 
         return Term(of_states=added)
 
-    return MethodOption(float, lambda args, value: demand(value >= 0, name, value, "expected 0 or more"), 0.0, made)
+    return TrainingOption(float, lambda args, value: demand(value >= 0, name, value, "expected 0 or more"), 0.0, made)
 
 
 def _smooth_l1(drafted: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _cosine(drafted: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
 
 WEIGHTINGS["d-pace"] = Term(lambda total, place, labels: d_pace(_foreseen(total, place, labels)[0], labels.valid))
 _REACHED = Term(lambda total, place, labels: reached(_foreseen(total, place, labels)[1], labels.valid))
-METHOD_OPTIONS["valid_prefix"] = MethodOption(bool, default=False, term=lambda args, value: _REACHED)
-METHOD_OPTIONS["regression_weight"] = _weight_of("regression_weight", _smooth_l1)
-METHOD_OPTIONS["regression_steps"] = MethodOption(int, default=_FADED)
-METHOD_OPTIONS["cosine_weight"] = _weight_of("cosine_weight", _cosine)
+TRAINING_OPTIONS["valid_prefix"] = TrainingOption(bool, default=False, term=lambda args, value: _REACHED)
+TRAINING_OPTIONS["regression_weight"] = _weight_of("regression_weight", _smooth_l1)
+TRAINING_OPTIONS["regression_steps"] = TrainingOption(int, default=_FADED)
+TRAINING_OPTIONS["cosine_weight"] = _weight_of("cosine_weight", _cosine)

@@ -28,7 +28,7 @@ from ..runtime.prompt_inputs import end_tokens
 from ..runtime.target_limits import text_config
 from ..runtime.tree_reading import as_attention_takes_it
 from ..training.families.trainable import family_of
-from ..training.loop.arguments import METHOD_OPTIONS, MethodOption
+from ..training.loop.arguments import TRAINING_OPTIONS, TrainingOption
 from ..training.loss.chains import (
     DATA_POLICIES,
     Branches,
@@ -296,4 +296,4 @@ def _check_rejected_drafts(args: Any, value: int) -> None:
 
 
 DATA_POLICIES["draft-opd"] = DraftOPD()
-METHOD_OPTIONS["rejected_drafts"] = MethodOption(int, _check_rejected_drafts)
+TRAINING_OPTIONS["rejected_drafts"] = TrainingOption(int, _check_rejected_drafts)

@@ -21,7 +21,7 @@ from ..cpu.background import is_compiling
 from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.gguf_blocks import file_of
 from ..cpu.grouped_attention import grouped_attention
-from ..cpu.packing import Packing, has_copies
+from ..cpu.packing import Packing
 from ..gpu.fixed_shapes import CompiledCalls, compiled
 from ..gpu.varying_shapes import varying_shapes
 from . import tree_reading
@@ -32,13 +32,6 @@ from .module_hooks import experience_of
 from .static_cache import slots_of_prompts
 from .target_limits import GRADIENTS, check_cache, decoder_layers, refusal, text_config
 from .target_parts import LastState, decoder_list, final_norm
-
-# Number of tokens that calls may emit for which a trial pays, also where weights are packed and layers compiled
-# - measured: a trial takes as long as 15 to 22 plain rounds (SmolLM2-135M, bfloat16), and drafting saves a quarter
-# to half of a round a token, packed 0.4, compiled two thirds.
-TRIAL_ROOM = 48
-TRIAL_ROOM_PACKED = 40
-TRIAL_ROOM_COMPILED = 24
 
 
 @dataclass(frozen=True)
@@ -112,14 +105,6 @@ class Acceleration:
     def has_blocks(self) -> bool:
         """Whether the target's weights were dequantised from a GGUF file, whose blocks products may use."""
         return file_of(self._target) is not None
-
-    @property
-    def trial_room(self) -> int:
-        """Number of tokens of a call for which a trial of the target pays, by how much its rounds save."""
-        if not has_copies(self._target):
-            return TRIAL_ROOM
-        quicker = TRIAL_ROOM_COMPILED if self._experience.programs else TRIAL_ROOM_PACKED
-        return min(TRIAL_ROOM, quicker)
 
     @property
     def compiling(self) -> bool:

@@ -160,7 +160,7 @@ class TextRows:
     def with_gaps(self, read: Sequence[bool], device: torch.device) -> TextRows:
         """The rows after each has read a token into the last slot, of equal length.
 
-        Slots left before it in shorter rows are masked like padding, so nothing is moved: 1.17 times as fast a round
+        Slots left before it in shorter rows are masked like padding, so nothing is moved: rounds are 1.17 times as fast
         (8 rows of SmolLM2-135M, float32, one thread of Zen 3, by hand). Not for windows, which need tokens in place.
 
         Args:

@@ -23,7 +23,7 @@ from hf_hsdraft.drafters.base.draft_options import METHOD_OPTIONS as OF_DRAFTS
 from hf_hsdraft.drafters.base.registry import FAMILIES, formats
 from hf_hsdraft.training.families.family import GROWTHS
 from hf_hsdraft.training.families.trainable import TRAINABLE
-from hf_hsdraft.training.loop.arguments import DRAFTER_OPTIONS, METHOD_OPTIONS
+from hf_hsdraft.training.loop.arguments import DRAFTER_OPTIONS, TRAINING_OPTIONS
 from hf_hsdraft.training.loss.chains import DATA_POLICIES
 from hf_hsdraft.training.loss.loss import WEIGHTINGS
 from hf_hsdraft.training.loss.objectives import OBJECTIVES, WHOLE_LOSSES
@@ -201,7 +201,7 @@ def test_all_that_is_offered_is_there():
             if kind == "name":
                 assert getattr(module, name).__name__ == name
     losses = (OBJECTIVES, WHOLE_LOSSES, WEIGHTINGS, DATA_POLICIES)
-    training = (GROWTHS, TRAINABLE, METHOD_OPTIONS, DRAFTER_OPTIONS)
+    training = (GROWTHS, TRAINABLE, TRAINING_OPTIONS, DRAFTER_OPTIONS)
     for registry in (VERIFIERS, TREE_BUILDERS, OF_DRAFTS, FAMILIES, *losses, *training):
         assert set(methods.offered(registry.kind)) <= registry.loaded.keys()
     assert set(methods.offered("format")) <= {form.name for form in formats()}

@@ -22,7 +22,7 @@ from hf_hsdraft.runtime.tree_reading import read_trees
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.loop.arguments import METHOD_OPTIONS, DrafterTrainingArguments
+from hf_hsdraft.training.loop.arguments import TRAINING_OPTIONS, DrafterTrainingArguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.chains import Chains, Pack, true_labels, unroll
 from hf_hsdraft.training.loss.loss import ChainLoss
@@ -284,7 +284,7 @@ def test_the_loss_is_a_cosine_a_divergence_and_a_cross_entropy():
     ids, pack = packed(target)
     chains = Chains(torch.tensor([3, 6]), 2, torch.ones(2, dtype=torch.bool))
     weights, head = borrow(drafter, target), target.get_output_embeddings().weight.detach()
-    terms = [METHOD_OPTIONS["cosine_weight"].term(None, 2.0)]
+    terms = [TRAINING_OPTIONS["cosine_weight"].term(None, 2.0)]
     drafter.loss_function = ChainLoss(weights, head, objective_of("kl_ce", 0.25), [1.0] * 4, terms=terms)
     labels = true_labels(pack, chains, 4)
     found = unroll(drafter, family_of(drafter).predictions(drafter, weights), pack, chains, labels.tokens, labels).loss

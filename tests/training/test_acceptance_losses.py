@@ -13,7 +13,7 @@ from test_trainable import borrow, fresh, loss_of, packed
 from hf_hsdraft.methods.losses import d_pace, nla
 from hf_hsdraft.methods.on_policy import RejectedDrafts, rejected_draft
 from hf_hsdraft.training.families.trainable import family_of
-from hf_hsdraft.training.loop.arguments import METHOD_OPTIONS, training_arguments
+from hf_hsdraft.training.loop.arguments import TRAINING_OPTIONS, training_arguments
 from hf_hsdraft.training.loss import loss as loss_module
 from hf_hsdraft.training.loss.chains import Chains, true_labels, unroll
 from hf_hsdraft.training.loss.loss import WEIGHTINGS
@@ -163,7 +163,7 @@ def test_the_loss_of_chains_is_the_sum_of_its_predictions(target, kind, streams)
         rejected = RejectedDrafts(columns, costs)
         labels = replace(labels, further=rejected, count=labels.count + costs.sum(dim=0))
     pace, prefix = streams in ("d-pace", "both"), streams == "valid prefix"
-    terms = [WEIGHTINGS["d-pace"]] * pace + [METHOD_OPTIONS["valid_prefix"].term(None, True)] * prefix
+    terms = [WEIGHTINGS["d-pace"]] * pace + [TRAINING_OPTIONS["valid_prefix"].term(None, True)] * prefix
     parts = loss_of(drafter, target, pack, chains, labels, terms=terms, chunk_logits=2 * 40, scored_logits=40)
     found = gradients(parts.loss, drafter)
 

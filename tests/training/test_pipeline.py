@@ -26,7 +26,7 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
 from hf_hsdraft.training.files import RowFolder
 from hf_hsdraft.training.loop import start
-from hf_hsdraft.training.loop.arguments import METHOD_OPTIONS
+from hf_hsdraft.training.loop.arguments import TRAINING_OPTIONS
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.run_folder import steps_done
 from hf_hsdraft.training.loop.trainer import DrafterTrainer, TrainingDiverged
@@ -143,8 +143,8 @@ def test_training_in_bfloat16_keeps_float32_weights(chatty, tokenizer, tmp_path,
         term = regression.term(args, weight)
         return replace(term, of_states=lambda *given: steps.append(given[-1]) or term.of_states(*given))
 
-    steps, regression = [], METHOD_OPTIONS["regression_weight"]
-    monkeypatch.setitem(METHOD_OPTIONS, "regression_weight", replace(regression, term=noted))
+    steps, regression = [], TRAINING_OPTIONS["regression_weight"]
+    monkeypatch.setitem(TRAINING_OPTIONS, "regression_weight", replace(regression, term=noted))
     monkeypatch.setattr(loss_module.ChainLoss, "__call__", spied)
     drafter = run(chatty, tokenizer, plan(tmp_path), bf16=True, regression_weight=1.0, regression_steps=3)
     assert set(seen) == {(True, torch.float32)}

@@ -32,7 +32,7 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.family import width_of
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.loop.arguments import METHOD_OPTIONS, DrafterTrainingArguments
+from hf_hsdraft.training.loop.arguments import TRAINING_OPTIONS, DrafterTrainingArguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 from hf_hsdraft.training.loss.chains import Chains, Pack, chain_starts, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.loss import ChainLoss
@@ -520,7 +520,7 @@ def test_neither_padding_nor_chunks_change_loss_or_gradients(target, kind):
     filled = Chains(torch.tensor([8, 17, 30, 0, 43, 0]), 4, torch.tensor([True, True, True, False, True, False]))
     chunk = 2 * len(borrow(drafter, target).vocab_ids)
     wide = width_of(drafter.config) == target.config.hidden_size
-    terms = [METHOD_OPTIONS["regression_weight"].term(SimpleNamespace(method_options={}), 0.3)] if wide else []
+    terms = [TRAINING_OPTIONS["regression_weight"].term(SimpleNamespace(method_options={}), 0.3)] if wide else []
     results = []
     for multiple, picked, sizes in (
         (1, chains, {}),

@@ -18,7 +18,7 @@ from torch import nn
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.hidden_state import TravellingFamily
 from ...training.families.trainable import TRAINABLE
-from ...training.loop.arguments import DRAFTER_OPTIONS, METHOD_OPTIONS, MethodOption
+from ...training.loop.arguments import DRAFTER_OPTIONS, TRAINING_OPTIONS, TrainingOption
 from ...training.loss.chains import ChainLabels
 from ...training.loss.loss import CHUNK_LOGITS, LossParts, loss_parts, sum_over_chunks
 from ...training.loss.objectives import WHOLE_LOSSES, WholeLoss
@@ -184,5 +184,5 @@ def _check_ctc_labels(args: Any, value: int) -> None:
         raise ValueError(f"ctc_labels={value} is invalid: leave it out, or name the objective='ctc'")
 
 
-METHOD_OPTIONS["ctc_labels"] = MethodOption(int, _check_ctc_labels)
+TRAINING_OPTIONS["ctc_labels"] = TrainingOption(int, _check_ctc_labels)
 WHOLE_LOSSES[CTC] = WholeLoss({"ctc": True}, _check, _made)

@@ -26,7 +26,7 @@ _MINUTES = ("max_minutes", "max_training_minutes")
 
 
 @dataclass(frozen=True)
-class MethodOption:
+class TrainingOption:
     """A training argument of one method; `check` raises a ValueError if a value does not go with the other ones.
 
     `term` makes what a value that is not 0 does to the loss, if anything.
@@ -38,7 +38,7 @@ class MethodOption:
     term: Callable[[DrafterTrainingArguments, Any], Term | None] = lambda args, value: None
 
 
-METHOD_OPTIONS: Registry[MethodOption] = Registry("training_option")
+TRAINING_OPTIONS: Registry[TrainingOption] = Registry("training_option")
 DRAFTER_OPTIONS: Registry[type] = Registry("drafter_option")  # fields of a method's drafters, with their types
 
 
@@ -63,7 +63,7 @@ class DrafterTrainingArguments(LearningOptions, TrainingArguments):
     metric_for_best_model: str = "eval_tau"
     greater_is_better: bool = True
     ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
-    # Values of options in `METHOD_OPTIONS`, such as `ctc_labels`; `training_arguments` sets them
+    # Values of options in `TRAINING_OPTIONS`, such as `ctc_labels`; `training_arguments` sets them
     method_options: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class DrafterTrainingArguments(LearningOptions, TrainingArguments):
     @property
     def terms(self) -> dict[str, Term]:
         """What methods do to the loss, by option."""
-        made = {name: METHOD_OPTIONS[name].term(self, value) for name, value in self.method_options.items() if value}
+        made = {name: TRAINING_OPTIONS[name].term(self, value) for name, value in self.method_options.items() if value}
         made["depth_weighting"] = WEIGHTINGS.get(self.depth_weighting)
         return {name: term for name, term in made.items() if term is not None}
 
@@ -151,7 +151,7 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
         raise ValueError(
             f"{', '.join([*clocked, *timed[1:]])} would have no effect with {timed[0]}: leave one or the other out"
         )
-    options = {name: overrides[name] for name in METHOD_OPTIONS if name in overrides}
+    options = {name: overrides[name] for name in TRAINING_OPTIONS if name in overrides}
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": device_type == "cpu", **overrides}
     fields = {name: value for name, value in fields.items() if name not in options}
     fields["push_to_hub"] = False  # push the finished drafter, not the checkpoints
@@ -169,7 +169,7 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
     args = DrafterTrainingArguments(**fields)
     for name, value in options.items():
         if value is not None:
-            METHOD_OPTIONS[name].check(args, value)
+            TRAINING_OPTIONS[name].check(args, value)
             args.method_options[name] = value
     # A process trains on one device. For several devices, `accelerate launch` starts several processes.
     args._n_gpu = min(args.n_gpu, 1)
@@ -185,7 +185,7 @@ def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
     An unknown option, or a value of the wrong type, is a ValueError.
     """
     parser = _Parser(DrafterTrainingArguments, allow_abbrev=False, add_help=False)
-    for name, kind in {**{name: each.type for name, each in METHOD_OPTIONS.items()}, **DRAFTER_OPTIONS}.items():
+    for name, kind in {**{name: each.type for name, each in TRAINING_OPTIONS.items()}, **DRAFTER_OPTIONS}.items():
         parsed: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", **parsed)
     for action in parser._actions:

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from ...hub.drafter_files import CONFIG, WEIGHTS, header, read_json
 from ..data.plan import TrainingPlan
 from ..files import read_kept, write_json
-from .arguments import METHOD_OPTIONS, DrafterTrainingArguments
+from .arguments import TRAINING_OPTIONS, DrafterTrainingArguments
 from .budget import TimeBudget
 
 _PLAN, _FINISHED, _LOCK = "training_plan.json", "finished.json", ".lock"
@@ -45,7 +45,7 @@ def settings_of(identity: str, plan: TrainingPlan, args: DrafterTrainingArgument
         "target": identity,
         "answers by the clock": args.max_minutes is not None,  # decides how many conversations there are
         **{name: str(getattr(args, name)) for name in _FIXED},
-        **{name: str(args.method_options.get(name, each.default)) for name, each in METHOD_OPTIONS.items()},
+        **{name: str(args.method_options.get(name, each.default)) for name, each in TRAINING_OPTIONS.items()},
     }
 
 
