@@ -13,7 +13,6 @@ from transformers.utils import logging
 
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
-from ..cpu.packing import has_copies
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Call
 from ..runtime.findings import LEAST_DEPTH, STEPS, Finding, Size, find_out
@@ -126,7 +125,7 @@ class DraftLimits:
         in_step = self._why_in_step(room)
         # Fixed sizes and given costs mean that every call drafts alike.
         alike = self.options.tree_sizing == "fixed" or self.options.costs is not None
-        pays = alike or _wins_back(runtime.target, room, _trial_room(runtime.target))
+        pays = alike or _wins_back(runtime.target, room, _trial_room(runtime))
         found = self._found(rows, pays or self._synced_gpus, self._in_any_process, chains=bool(in_step))
         if found is None:
             self._draft_nothing(self._why_nothing(pays))
@@ -246,11 +245,11 @@ class DraftLimits:
         return bool(shared)
 
 
-def _trial_room(target: Any) -> int:
+def _trial_room(runtime: TargetRuntime) -> int:
     """Number of tokens of a call for which a trial of the target pays, by how much its rounds save."""
-    if not has_copies(target):
+    if not runtime.acceleration.copied:
         return TRIAL_ROOM
-    return min(TRIAL_ROOM, TRIAL_ROOM_COMPILED if experience_of(target).programs else TRIAL_ROOM_PACKED)
+    return min(TRIAL_ROOM, TRIAL_ROOM_COMPILED if experience_of(runtime.target).programs else TRIAL_ROOM_PACKED)
 
 
 def _wins_back(target: Any, room: int, least: int) -> bool:

@@ -21,7 +21,7 @@ from ..cpu.background import is_compiling
 from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.gguf_blocks import file_of
 from ..cpu.grouped_attention import grouped_attention
-from ..cpu.packing import Packing
+from ..cpu.packing import Packing, has_copies
 from ..gpu.fixed_shapes import CompiledCalls, compiled
 from ..gpu.varying_shapes import varying_shapes
 from . import tree_reading
@@ -87,6 +87,7 @@ class Acceleration:
 
     Attributes:
         compile_config: for forwards over trees; `None` if they are not compiled.
+        copied: whether earlier calls packed the weights.
         packed: whether forwards multiply by packed copies of the weights.
         packs: whether the next forward makes such copies, and takes longer for it.
         programs: whether decoder layers run as compiled programs; before the first round, whether that is likely.
@@ -99,6 +100,7 @@ class Acceleration:
         self._packing: Packing | None = None
         self._layers: CompiledLayers | None = None
         self.compile_config: Any = None
+        self.copied = has_copies(target)
         self.packed = self.packs = self.programs = self.off = False
 
     @property

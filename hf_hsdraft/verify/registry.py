@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,17 +139,15 @@ def lossy_rule(text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{name!r} is no lossy rule: expected some of {', '.join(lossy)}")
     own, options = {option.name: option for option in VERIFIERS[name].own_options}, {}
     for part in parts:
-        option, sign, value = part.partition("=")
-        if option in BESIDE and value.isdecimal():
-            options[option] = int(value)
+        option, sign, text = part.partition("=")
+        if option in BESIDE and text.isdecimal():
+            options[option] = int(text)
             continue
         if option not in own or not sign:
-            known = ", ".join([*own, *BESIDE])
-            raise ValueError(f"{text!r}: {name} has no option {part!r}: expected some of {known}, as a=b")
-        try:
-            number = float(value)
-        except ValueError:
-            raise ValueError(f"{text!r}: {option}={value} is invalid: expected a number") from None
-        whole = isinstance(own[option].default, int) and number.is_integer()
-        options[option] = own[option].checked(int(number) if whole else number)
+            raise ValueError(f"{name} has no option {part!r}: expected some of {', '.join([*own, *BESIDE])}, as a=b")
+        value: Any = text
+        with contextlib.suppress(ValueError):  # text is refused below
+            number = float(text)
+            value = int(number) if isinstance(own[option].default, int) and number.is_integer() else number
+        options[option] = own[option].checked(value)
     return name, options

@@ -149,7 +149,7 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 1804, "engine": 2171, "runtime": 3602, "verify": 616, "generate": 561, "training": 6316, "bench": 1451,
+    "core": 1804, "engine": 2171, "runtime": 3604, "verify": 615, "generate": 561, "training": 6316, "bench": 1451,
     "cli": 2197, "drafters": 12786, "serve": 1945, "hub": 1613,
 }  # fmt: skip
 

@@ -113,7 +113,7 @@ def test_rules_are_read_with_their_options():
         ("walk", "'walk' is no lossy rule: expected some of fly, typical, pivot"),
         ("fly+window=2", "fly has no option 'window=2': expected some of fly_entropy"),
         ("fly+fly_window=2.5", "fly_window=2.5 is invalid: expected an integer"),
-        ("fly+fly_window=two", "fly_window=two is invalid: expected an integer"),
+        ("fly+fly_window=two", "fly_window='two' is invalid: expected an integer"),
         ("fly+fly_entropy=7", "fly_entropy=7.0 is invalid: expected a number from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
