@@ -36,9 +36,10 @@ from ..drafters.base.registry import (
     with_fields,
 )
 from ..drafters.base.saved_drafter import Placement, take_options
-from ..drafters.mtp.drafter import LEAST_STEPS, MtpConfig, MtpDrafter, MtpSession
+from ..drafters.mtp.drafter import LEAST_STEPS, MtpConfig, MtpDrafter
 from ..drafters.mtp.kinds import KINDS, OF_SPECULATORS, OTHERS, Kind
-from ..drafters.mtp.layers import MtpLayers
+from ..drafters.mtp.loading import layers_alone
+from ..drafters.mtp.session import MtpSession
 from ..hub.checkpoint import Checkpoint, speculators_type, target_of
 from ..hub.drafter_files import CONFIG, DamagedFile
 from ..runtime.target_limits import text_config
@@ -136,7 +137,7 @@ class NextnDrafter(Drafter):
         target = decoding_model(target)
         if target not in self._drafters:
             try:
-                layers = MtpLayers.apart(target, self._checkpoint, self._kind)
+                layers = layers_alone(target, self._checkpoint, self._kind)
             except DraftingRefused as error:
                 made_for, own = _of_target(self._checkpoint).get("model_type"), text_config(target).model_type
                 if made_for in (None, own, target.config.model_type):

@@ -44,6 +44,7 @@ from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.registry import TargetInfo
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
 from hf_hsdraft.drafters.mtp.layers import MtpLayers
+from hf_hsdraft.drafters.mtp.loading import layers_of
 from hf_hsdraft.generate import by_name
 
 
@@ -277,7 +278,7 @@ def test_layers_are_read_by_the_names_of_qwens_files(model_type, tmp_path):
     target.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | as_published(layers), file, metadata={"format": "pt"})
-    read = MtpLayers.of(AutoModelForCausalLM.from_pretrained(tmp_path).eval()).model.state_dict()
+    read = layers_of(AutoModelForCausalLM.from_pretrained(tmp_path).eval()).model.state_dict()
     expected = {name: tensor for name, tensor in layers.state_dict().items() if name.startswith("layers.")}
     assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
@@ -351,7 +352,7 @@ def test_layers_are_found_in_the_cache_that_the_target_was_loaded_from(checkpoin
 
 def test_calls_of_several_threads_follow_a_target_in_turn(checkpoint, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    layers, inside, ties = MtpLayers.of(model), threading.Lock(), []
+    layers, inside, ties = layers_of(model), threading.Lock(), []
     tie = layers.model.tie_with_main_model
 
     def slowly(target) -> None:

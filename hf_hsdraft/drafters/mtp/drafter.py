@@ -1,172 +1,34 @@
-"""Drafters made of a target's layers for multi-token prediction, and their session."""
+"""Drafters made of a target's layers for multi-token prediction."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, GenerationConfig
 from transformers.modeling_layers import MtpModel
 
 from ...core.checks import few, setting
-from ...core.draft_tree import Expansion
 from ...core.refusals import DraftingRefused
-from ...core.tensors import on_device
-from ...core.tuning import MASK_ROWS
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import INDEX, read_json
 from ...runtime.target_limits import text_config
 from ...runtime.target_parts import before_norm, check_last_state, decoding_model
 from ..base.auto_drafter import Found, register_finder
-from ..base.draft_options import DraftOptions, default_options
+from ..base.draft_options import default_options
 from ..base.plain_config import FLAG, TargetSizes, described
-from ..base.protocol import Ask, Call, Drafter, Read, weights_of
-from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
+from ..base.protocol import Call, Drafter, Read, weights_of
 from ..base.readings import settle, settled_by
 from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model, register_refusal, with_fields
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import DraftMemory, LevelExpansion
 from .kinds import UNABLE, described_target, layers_in, renamed
-from .layers import MtpLayers, layer_numbers
-
-
-class DraftedColumns(DraftedNodes):
-    """Columns of nodes drafted in one round, and of the roots, which have number 0.
-
-    The target has not read the tokens before a node of depth m, so its column begins with layer m, which predicts its
-    children. Deeper than there are layers, they are used again in turn, one for each depth.
-
-    Args:
-        outputs: `[B, L, D]`, outputs of the roots' columns.
-        roots: `[B, 1]`, int64, their positions.
-        begins: `[B, 1]`, int64, the first position read of each text.
-        depth: greatest depth of a node's child.
-    """
-
-    def __init__(
-        self,
-        layers: MtpLayers,
-        context: RowContext,
-        rows: Sequence[int],
-        outputs: torch.Tensor,
-        roots: torch.Tensor,
-        begins: torch.Tensor,
-        depth: int,
-    ) -> None:
-        super().__init__(context, rows, outputs.device)
-        self._layers, self._depth, self._roots, self._begins = layers, depth, roots, begins
-        self._used = outputs.shape[1]
-        self._outputs = list(outputs.split(1, dim=1))  # by layer, `[B, 1 + m, D]`; zeros where a column lacks it
-        self._held: list[tuple[range, int]] = []  # layers in the columns of each depth, and number of these columns
-
-    def _held_at(self, depth: int) -> range:
-        """The layers in the columns of nodes of a depth; the first one predicts their children."""
-        if depth < self._used:
-            return range(depth, min(self._used, self._depth))
-        return range(depth % self._used, depth % self._used + 1)
-
-    def of_roots(self) -> torch.Tensor:
-        return self._layers.logits(self._outputs[0][:, :1], 0)
-
-    def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (batch, count), depth, numbers = tokens.shape, level - 1, self.add(parents)
-        held = self._held_at(depth)
-        self._held.append((held, count))
-        embeds, positions = self._layers.embed(tokens), (self._roots + depth).expand(-1, count)
-
-        def write(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.written(layer, keys.transpose(1, 2), values.transpose(1, 2))
-
-        below = self._outputs[(depth - 1) % self._used]
-        made = []
-        for layer in held:
-            states = below.gather(1, parents[..., None].expand(-1, -1, below.shape[-1]))
-            near = _near(self._layers.windows[layer], self._roots - 1, self._begins + layer, depth)
-            there = torch.cat([tokens.new_full((size,), layer in layers) for layers, size in self._held]).bool()
-            mask = self.seen(self._roots - 1, near, there)
-            made.append(self._layers.run(layer, embeds, states, positions, mask, write))
-            below = self._outputs[layer]
-        for layer, outputs in enumerate(self._outputs):
-            added = made[layer - held.start] if layer in held else outputs.new_zeros(batch, count, outputs.shape[-1])
-            self._outputs[layer] = torch.cat([outputs, added], dim=1)
-        return self._layers.logits(made[0], held.start), numbers
-
-
-class MtpSession(LevelSession):
-    """Drafts trees (or chains), a depth of all rows per forward. A column of x_p is queued with position p - 1."""
-
-    def __init__(self, drafter: Any, layers: MtpLayers, call: Call) -> None:
-        self._layers, self._used = layers, min(layers.count, call.options.depth)
-        ids = torch.arange(layers.vocab_size, device=layers.device)
-        super().__init__(drafter, TargetWeights(layers.embed, None, ids), call, layers.num_stored)
-        self.kind = (layers.count, self._used, layers.dtype, layers.device)
-
-    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
-        every, block = [column.split(list(counts.values())) for column in (*columns, slots.slots)], MASK_ROWS
-        for start in range(0, max(counts.values()), block):  # a mask of a whole prompt would grow quadratically
-            rows = [row for row, count in counts.items() if count > start]
-            places = [place for place, count in enumerate(counts.values()) if count > start]
-            parts = [[column[place][start : start + block] for place in places] for column in every]
-            self._read(rows, *parts)
-
-    def _read(
-        self,
-        rows: Sequence[int],
-        taps: list[torch.Tensor],
-        embeds: list[torch.Tensor],
-        positions: list[torch.Tensor],
-        slots: list[torch.Tensor],
-    ) -> None:
-        """Reads columns of rows, padded; keeps outputs `[L, D]` of the last, and first position `[1]`, of each."""
-        device, lengths = self._layers.device, [len(each) for each in positions]
-        width, known = max(lengths), [self._left.get(row) for row in rows]
-        real = torch.arange(width, device=device) < on_device(lengths, device)[:, None]
-        at = torch.stack([torch.cat([each, each[-1:].expand(width - len(each))]) for each in positions])
-        texts = on_device(list(rows), device).repeat_interleave(on_device(lengths, device))
-        places, context = Slots(texts, torch.cat(slots)), self._context
-
-        def write(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            context.write(layer, places, *(each.transpose(1, 2)[real] for each in (keys, values)))
-            return context.view(layer, rows)
-
-        below, tokens = pad_sequence(taps, batch_first=True), pad_sequence(embeds, batch_first=True)
-        firsts = [each[:1] if left is None else left[1] for left, each in zip(known, positions, strict=True)]
-        begins, ends = torch.stack(firsts), on_device(lengths, device) - 1
-        none = below.new_zeros(self._used, below.shape[-1])
-        last = [none if left is None else left[0] for left in known]
-        kept = []
-        for layer in range(self._used):
-            seen = context.seen(rows, at, _near(self._layers.windows[layer], at, begins + layer))
-            made = self._layers.run(layer, tokens, below, at + 1, seen, write)
-            kept.append(made[torch.arange(len(rows), device=device), ends])
-            below = torch.cat([torch.stack([each[layer : layer + 1] for each in last]), made[:, :-1]], dim=1)
-        self._left.update(zip(rows, zip(torch.stack(kept, dim=1), firsts, strict=True), strict=True))
-
-    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
-        rows = [ask.row for ask in asks]
-        self.read_pending(rows)
-        outputs, begins = (torch.stack(each) for each in zip(*(self._left[row] for row in rows), strict=True))
-        drafted = DraftedColumns(self._layers, self._context, rows, outputs, self.anchors(rows), begins, depth)
-        return LevelExpansion(drafted, depth, options.temperature, self.race(rows, depth))
-
-    def memory(self, length: int) -> DraftMemory | None:
-        return super().memory(length) if 0 in self._left else None
-
-    def resume(self, memory: Any, cached: int) -> None:
-        fits = isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1)
-        if fits and len(memory.context[1][0]) == self._used:
-            super().resume(memory, cached)
-
-
-def _near(window: int | None, last: torch.Tensor, first: torch.Tensor, depth: int = 0) -> torch.Tensor:
-    """Returns how many positions up to `last` a query may see, from `first` on; `depth` is its distance from `last`."""
-    near = last - first + 1
-    return near if window is None else near.clamp(max=window - depth)
+from .layers import MtpLayers
+from .loading import layer_numbers, layers_of
+from .session import MtpSession
 
 
 @described
@@ -233,7 +95,7 @@ class MtpDrafter(Drafter):
         Raises a DraftingRefused if the checkpoint holds no such layers, or layers that cannot draft here.
         """
         target = decoding_model(target)
-        layers = MtpLayers.of(target, cache_dir=cache_dir, revision=revision)
+        layers = layers_of(target, cache_dir=cache_dir, revision=revision)
         drafter = cls(target, layers, loaded_from=layers.folder)
         given = {} if hands_on_normed is None else {"hands_on_normed": hands_on_normed}
         drafter.reread(**vars(settled_by(drafter.config, **given)))
