@@ -15,7 +15,7 @@ from hf_hsdraft.core.draft_tree import TREE_BUILDERS, Expansion, TreeLimits
 from hf_hsdraft.core.options import Option
 from hf_hsdraft.drafters.base.draft_options import default_options
 from hf_hsdraft.drafters.base.pretrained_drafter import PretrainedDrafter
-from hf_hsdraft.drafters.base.protocol import Drafter, Session
+from hf_hsdraft.drafters.base.protocol import Session
 from hf_hsdraft.drafters.base.registry import FAMILIES
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -30,7 +30,7 @@ class TinyConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-class Base(PretrainedDrafter, Drafter):
+class Base(PretrainedDrafter):
     """What two families have in common; it belongs to none. Drafts all depths at once, out of the last token alone."""
 
     own_options = (Option("tiny_scale", 1.0, Limit(lambda value: isinstance(value, float) and value > 0, "above 0")),)
@@ -221,18 +221,3 @@ def test_a_family_of_whatever_base_is_the_one_that_is_saved(family, target, tmp_
     }
     assert "test_families.py" in config["code_files"]
     assert "hf-hsdraft" in (tmp_path / "custom_generate" / "requirements.txt").read_text()
-
-
-def test_what_cannot_draft_is_not_saved(tmp_path):
-    class Idle(PretrainedDrafter):
-        config_class = TinyConfig
-
-    with pytest.raises(TypeError, match="Idle cannot draft: expected a class derived from Drafter too"):
-        Idle(TinyConfig()).save_pretrained(tmp_path)
-
-    class Half(Idle):
-        def session(self, call):
-            return TinySession(self, call.options)
-
-    with pytest.raises(TypeError, match="Half cannot draft"):
-        Half(TinyConfig()).save_pretrained(tmp_path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,8 @@ from ...cpu.gguf_blocks import file_of
 from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets, target_of
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, DamagedFile, find_folder, loading, read_json
 from ...runtime.target_loading import default_drafter
-from .draft_options import option_names
-from .pretrained_drafter import PretrainedDrafter, fields_of
-from .registry import FAMILIES, TREES, Evidence, Family, Fit, Format, TargetInfo, fit_of, load_families, recognise
-from .saved_drafter import Placement, WeightlessDrafter, give_options, refuse_unknown
+from .registry import FAMILIES, TREES, Evidence, Fit, Format, TargetInfo, fit_of, load_families, recognise
+from .saved_drafter import WeightlessDrafter
 
 logger = logging.get_logger(__name__)
 
@@ -266,9 +264,7 @@ class AutoDrafter:
                 of_hub = {*HUB_ARGUMENTS, "subfolder"}
                 others = {argument: value for argument, value in kwargs.items() if argument not in of_hub}
                 return _format_of(checkpoint).load(checkpoint, **others)
-        if not issubclass(family.drafter, PretrainedDrafter):
-            return family.drafter.from_pretrained(name, *args, **kwargs)
-        return _load_of_transformers(family, name, args, kwargs)
+        return family.drafter.from_pretrained(name, *args, **kwargs)
 
     @classmethod
     def for_target(cls, model: Any, tokenizer: Any = None, local_files_only: bool = False) -> Any:
@@ -311,22 +307,6 @@ class AutoDrafter:
             f"`{command}` trains a drafter"
         )
         return ngrams, ngrams.made(model)
-
-
-def _load_of_transformers(
-    family: Family, name: str | os.PathLike[str], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Loads a transformers model, which does not accept drafting options or `attn_implementation` by itself."""
-    kind, placement = family.drafter, Placement.taken_from(kwargs)
-    fields = fields_of(family.config)
-    options = {option: kwargs.pop(option) for option in (option_names() - fields) & kwargs.keys()}
-    refuse_unknown(kind.__name__, kwargs.keys() - fields, option_names(), others=True)
-    dtype = {} if placement.dtype is None else {"dtype": placement.dtype}
-    loaded = kind.from_pretrained(name, *args, **dtype, **kwargs)
-    drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
-    give_options(drafter, {}, options)
-    placement.place(drafter)
-    return loaded
 
 
 def _format_of(checkpoint: Checkpoint) -> Format:

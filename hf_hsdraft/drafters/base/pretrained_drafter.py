@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import shutil
-import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -30,11 +28,11 @@ from ...hub.drafter_files import (
     taken_for_hub,
     tensors,
 )
-from ...hub.publication import complete, complete_folder, push
+from ...hub.publication import complete
 from ...verify.registry import COMMON_OPTIONS
-from .draft_options import default_options
-from .protocol import Drafter, check_sizes
-from .saved_drafter import OF_A_PUSH, stored_options, write_options
+from .draft_options import default_options, option_names
+from .protocol import check_sizes
+from .saved_drafter import Placement, SavedDrafter, give_options, refuse_unknown, stored_options
 
 _ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
@@ -44,11 +42,8 @@ def _name_nearest(kind: str, error: TypeError, given: Collection[str], fields: C
     name = next((name for name in given if f"unexpected keyword argument '{name}'" in str(error)), None)
     if name is None:
         return
-    if name in COMMON_OPTIONS:
-        hint = f"it is a drafting option: set drafter.generation_config.{name}, or call AutoDrafter.from_pretrained"
-    else:
-        near = nearest_option(name, {*fields, *COMMON_OPTIONS})
-        hint = f"the nearest is {near}" if is_misspelt(name, near) else "expected one of transformers' from_pretrained"
+    near = nearest_option(name, {*fields, *COMMON_OPTIONS})
+    hint = f"the nearest is {near}" if is_misspelt(name, near) else "expected one of transformers' from_pretrained"
     raise TypeError(f"{kind}.from_pretrained has no argument {printable(name)}: {hint}") from error
 
 
@@ -57,18 +52,15 @@ def fields_of(config_class: Any) -> set[str]:
     return own - {"self", "kwargs"}
 
 
-class PretrainedDrafter(PreTrainedModel):
-    """A model whose folder is a repository of the Hub."""
+class PretrainedDrafter(PreTrainedModel, SavedDrafter):
+    """A drafter that is a model of transformers, whose folder is a repository of the Hub."""
 
-    loaded_from: Path | None = None  # whose documents come along when it is saved
     travels_as: ClassVar[Any] = None  # the class that drafts where the package is not installed, if one does
 
     @classmethod
     def family(cls) -> Any:
-        """Returns the class whose code travels: the most basic one with this configuration; a TypeError if none."""
-        able = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "check_options")]
-        if not able:
-            raise TypeError(f"{cls.__name__} cannot draft: expected a class derived from Drafter too")
+        """Returns the class whose code travels: the most basic one with this configuration."""
+        able = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter)]
         return [each for each in able if each.config_class is cls.config_class][-1]
 
     @classmethod
@@ -107,7 +99,8 @@ class PretrainedDrafter(PreTrainedModel):
         Args:
             pretrained_model_name_or_path: Folder or Hub name of a drafter.
             kwargs: As in transformers. `config` is a configuration, or the folder or Hub name of a drafter to read it
-                from. Fields of the configuration may be given by name too, and override it.
+                from. Fields of the configuration may be given by name too, and override it. The rest as in
+                `AutoDrafter.from_pretrained`, drafting options included.
 
         Raises:
             OSError: There is no such folder or repository, or it holds no configuration or no weights.
@@ -115,14 +108,17 @@ class PretrainedDrafter(PreTrainedModel):
             ValueError: It is no drafter, of a newer format, or damaged; or weights and configuration do not match.
         """
         if pretrained_model_name_or_path is None:
-            return super().from_pretrained(None, *args, **kwargs)
+            return super().from_pretrained(None, *args, **kwargs)  # type: ignore[arg-type]
         for name in ("variant", "state_dict"):
             if kwargs.pop(name, None) is not None:
                 raise ValueError(f"a drafter is loaded from its own weights: leave `{name}` out")
         hub, subfolder = taken_for_hub(kwargs)
         kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
-        name = os.fspath(pretrained_model_name_or_path)
+        name, placement = os.fspath(pretrained_model_name_or_path), Placement.taken_from(kwargs)
         fields = {*fields_of(cls.config_class), *_ALSO_OVERRIDDEN}
+        known = option_names() | {option.name for option in cls.own_options}
+        given = {option: kwargs.pop(option) for option in (known - fields) & kwargs.keys()}
+        refuse_unknown(cls.__name__, kwargs.keys() - fields, known, others=True)
         overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
         with loading(name, bool(hub.get("local_files_only"))):
             folder = fetch(name, cls.config_class.model_type, subfolder, **hub)
@@ -131,9 +127,11 @@ class PretrainedDrafter(PreTrainedModel):
                 shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
             check_weights(folder, shapes, getattr(config, "weights_digest", None))
             options = stored_options(folder / OPTIONS)
+        kwargs |= {} if placement.dtype is None else {"dtype": placement.dtype}
         # Pass tensors, not the folder, where transformers would look for adapters and other weights.
+        of_transformers: Any = super()
         try:
-            loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
+            loaded = of_transformers.from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
         except TypeError as error:
             _name_nearest(cls.__name__, error, kwargs, fields)
             raise
@@ -144,6 +142,8 @@ class PretrainedDrafter(PreTrainedModel):
             shape = {name: value for name, value in overrides.items() if name in ("tree_size", "beam_width")}
             for option, value in {**options, **shape}.items():
                 setattr(model.generation_config, option, value)
+        give_options(model, {}, given)
+        placement.place(model)
         return loaded
 
     @classmethod
@@ -218,51 +218,28 @@ class PretrainedDrafter(PreTrainedModel):
         """
         if kwargs.get("variant"):
             raise ValueError("a drafter's weights have no variants: leave `variant` out")
-        self.family()
-        cast(Any, self).check_options()
-        hub = {name: kwargs.pop(name) for name in OF_A_PUSH if name in kwargs}
-        folder = Path(save_directory)
-        name = hub.pop("repo_id", None) or folder.resolve().name
-        saving = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
-        adapted = getattr(self, "_hf_peft_config_loaded", False)
-        if adapted or not self.should_save_on_this_rank(is_main_process):
-            super().save_pretrained(folder, **saving)
-            if push_to_hub and self.should_save_on_this_rank(is_main_process):
-                push(folder, name, **hub)
-            return
-        with tempfile.TemporaryDirectory() as stage:  # the folder may hold other files
-            with complete_folder(folder) as partial:
-                super().save_pretrained(partial, **saving)
-                write_options(self.generation_config, partial)
-                complete(self, partial, folder)
-                if push_to_hub:
-                    shutil.copytree(partial, stage, dirs_exist_ok=True)
-            if push_to_hub:
-                push(Path(stage), name, **hub)
+        push_to_hub = push_to_hub and self.should_save_on_this_rank(is_main_process)
+        kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
+        SavedDrafter.save_pretrained(self, save_directory, push_to_hub=push_to_hub, **kwargs)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Pushes a drafter's whole repository to the Hub, or only a loaded adapter; see `hub.publication.push`.
+    push_to_hub = SavedDrafter.push_to_hub
 
-        Args:
-            repo_id: `"user/name"`, created if there is none.
-            kwargs: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
-                `commit_description`; `max_shard_size` as in `save_pretrained`.
+    def save_files(self, place: Path, folder: Path, is_main_process: bool = True, **kwargs: Any) -> None:
+        kwargs["is_main_process"] = is_main_process
+        if getattr(self, "_hf_peft_config_loaded", False) or not self.should_save_on_this_rank(is_main_process):
+            self.check_options()
+            self.write(place, **kwargs)
+        else:
+            super().save_files(place, folder, **kwargs)
 
-        Returns the commit, a `huggingface_hub.CommitInfo`.
+    def write(self, folder: Path, **kwargs: Any) -> None:
+        PreTrainedModel.save_pretrained(self, folder, **kwargs)
 
-        Raises:
-            OSError: The Hub refuses or cannot be reached.
-            ValueError: A private repository was asked for, and there is a public one; or it holds something else.
-        """
-        saving = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
-        if unknown := sorted(kwargs.keys() - OF_A_PUSH):
-            raise TypeError(f"push_to_hub has no argument {', '.join(unknown)}")
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, **saving)
-            return push(Path(folder), repo_id, **kwargs)
+    def complete(self, partial: Path, folder: Path) -> None:
+        complete(self, partial, folder)
 
 
-class StateDrafter(PretrainedDrafter, Drafter):
+class StateDrafter(PretrainedDrafter):
     """What drafters share that read hidden states of the target, with a `TravellingConfig` and a `StateNetwork`.
 
     They hold weights, configuration and, in `generation_config`, the drafting options, but no state of a call, so

@@ -196,31 +196,52 @@ class SavedDrafter(Drafter):
         `repo_id` or by the folder's name, with the arguments of that method. Others of transformers are ignored.
         """
         folder, hub = Path(save_directory), {name: kwargs.pop(name) for name in OF_A_PUSH if name in kwargs}
-        self.save_files(folder, **kwargs)
+        self.save_files(folder, folder, **kwargs)
         if push_to_hub:
-            self._push(repo_id or folder.resolve().name, kwargs, hub)
+            self._push(repo_id or folder.resolve().name, folder, kwargs, hub)
 
-    def save_files(self, folder: Path, **kwargs: Any) -> None:
-        """Writes what `save_pretrained` does; `kwargs` are its arguments without those of a push."""
+    def save_files(self, place: Path, folder: Path, **kwargs: Any) -> None:
+        """Writes what `save_pretrained` does, with its arguments but those of a push, into `place`.
+
+        That is `folder`, or an empty folder to push what is saved there.
+        """
         self.check_options()
-        with complete_folder(folder, self.subfolders(folder)) as partial:
+        with complete_folder(place, self.subfolders(place)) as partial:
             self.write(partial, **kwargs)
             write_options(self.generation_config, partial)
-            if self.loaded_from is not None:
-                bring_known(self.loaded_from, partial)
-            if self.has_card:
-                write_card(partial, folder.resolve().name)
+            self.complete(partial, folder)
+
+    def complete(self, partial: Path, folder: Path) -> None:
+        """Adds the rest to configuration, weights and options in `partial`, which will be those in `folder`."""
+        if self.loaded_from is not None:
+            bring_known(self.loaded_from, partial)
+        if self.has_card:
+            write_card(partial, folder.resolve().name)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Uploads what `save_pretrained` writes to the Hub in one commit; arguments and errors as `publication.push`.
+        """Pushes what `save_pretrained` writes to the Hub in one commit; see `hub.publication.push`.
 
         Without a card, other files of the repository are ignored.
-        """
-        return self._push(repo_id, {}, kwargs)
 
-    def _push(self, repo_id: str, saving: Mapping[str, Any], hub: Mapping[str, Any]) -> Any:
+        Args:
+            repo_id: `"user/name"`, created if there is none.
+            kwargs: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
+                `commit_description`; `max_shard_size` as in transformers.
+
+        Returns the commit, a `huggingface_hub.CommitInfo`.
+
+        Raises:
+            OSError: The Hub refuses or cannot be reached.
+            ValueError: A private repository was asked for, and there is a public one; or it holds something else.
+        """
+        saving = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
+        if unknown := sorted(kwargs.keys() - OF_A_PUSH):
+            raise TypeError(f"push_to_hub has no argument {', '.join(unknown)}")
+        return self._push(repo_id, None, saving, kwargs)
+
+    def _push(self, repo_id: str, folder: Path | None, saving: Mapping[str, Any], hub: Mapping[str, Any]) -> Any:
         with tempfile.TemporaryDirectory() as stage:  # a folder may hold other files
-            self.save_files(Path(stage), **saving)
+            self.save_files(Path(stage), folder or Path(stage), **saving)
             return (push if self.has_card else push_as_it_is)(Path(stage), repo_id, **hub)
 
 
