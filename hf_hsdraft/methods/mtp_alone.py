@@ -22,6 +22,7 @@ from ..core.refusals import DraftingRefused
 from ..drafters.base.draft_options import default_options
 from ..drafters.base.protocol import Call, Drafter, Read
 from ..drafters.base.published_format import check_proposals
+from ..drafters.base.reading_session import LevelSession
 from ..drafters.base.readings import kept, settled_by, told
 from ..drafters.base.registry import (
     IN_TURN,
@@ -39,7 +40,6 @@ from ..drafters.base.saved_drafter import Placement, take_options
 from ..drafters.mtp.drafter import LEAST_STEPS, MtpConfig, MtpDrafter
 from ..drafters.mtp.kinds import KINDS, OF_SPECULATORS, OTHERS, Kind
 from ..drafters.mtp.loading import layers_alone
-from ..drafters.mtp.session import MtpSession
 from ..hub.checkpoint import Checkpoint, speculators_type, target_of
 from ..hub.drafter_files import CONFIG, DamagedFile
 from ..runtime.target_limits import text_config
@@ -123,7 +123,7 @@ class NextnDrafter(Drafter):
         """Which reading a trial has taken on the targets so far, and why, by the field of the configuration."""
         return {name: why for each in self._drafters.values() for name, why in each.tried.items()}
 
-    def session(self, call: Call) -> MtpSession:
+    def session(self, call: Call) -> LevelSession:
         return self.of_target(call.target).session(call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:

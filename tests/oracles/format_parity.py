@@ -133,9 +133,11 @@ _plain: dict[tuple[Any, int], torch.Tensor] = {}  # texts of plain decoding by t
 
 
 @torch.no_grad()
-def texts_of(target: Any, drafter: Any, new_tokens: int = NEW_TOKENS) -> tuple[list[list[int]], Any]:
+def texts_of(
+    target: Any, drafter: Any, new_tokens: int = NEW_TOKENS, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> tuple[list[list[int]], Any]:
     """Decodes padded prompts in one batch with a drafter, as plain decoding does; returns texts and statistics."""
-    prompts, longest = PROMPTS, max(map(len, PROMPTS))
+    longest = max(map(len, prompts))
     ids = torch.tensor([[PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     call = {"attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False}

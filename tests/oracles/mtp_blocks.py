@@ -36,17 +36,18 @@ Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _OUTSIDE = ("enorm", "hnorm", "eh_proj", "final")
 
 
-def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def _outside(size: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(4)
+def outside_parts(size: int, seed: int = 4) -> dict[str, torch.Tensor]:
+    """Returns random norms and projection of a layer."""
+    generator = torch.Generator().manual_seed(seed)
     found = {name: torch.randn(size, generator=generator) * 0.2 + 1.0 for name in _OUTSIDE}
     return {**found, "eh_proj": torch.randn(size, 2 * size, generator=generator) * 0.3}
 
 
-def _saved(folder: Path, target: Any, layers: dict[str, torch.Tensor], **told: Any) -> Any:
+def saved(folder: Path, target: Any, layers: dict[str, torch.Tensor], **told: Any) -> Any:
     """Writes a target and its layers, and loads it again."""
     target.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors") | {name: each.clone() for name, each in layers.items()}
@@ -73,15 +74,15 @@ def _logits(
     rows = target.get_input_embeddings().weight if table is None else table
 
     def logits(tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        embeds = _rms(rows[tokens[1:]], outside["enorm"], eps)
-        x = torch.cat([embeds, _rms(states, outside["hnorm"], eps)], dim=-1) @ outside["eh_proj"].T
-        y = _rms(run(x[None])[0, -1], outside["final"], eps)
+        embeds = rms(rows[tokens[1:]], outside["enorm"], eps)
+        x = torch.cat([embeds, rms(states, outside["hnorm"], eps)], dim=-1) @ outside["eh_proj"].T
+        y = rms(run(x[None])[0, -1], outside["final"], eps)
         return (y @ target.get_output_embeddings().weight.T)[None]
 
     return logits
 
 
-def _mask(count: int) -> torch.Tensor:
+def causal(count: int) -> torch.Tensor:
     return torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
 
 
@@ -100,7 +101,7 @@ def longcat(folder: Path) -> tuple[Any, Logits]:
     theirs._attn_implementation = "eager"
     layer, rotary = DeepseekV3DecoderLayer(theirs, 0).eval(), DeepseekV3RotaryEmbedding(theirs)
     randomise(layer, 0.2)
-    place, outside = "model.mtp.layers.0.", _outside(config.hidden_size)
+    place, outside = "model.mtp.layers.0.", outside_parts(config.hidden_size)
     inside = {
         place + name.replace("mlp.", "transformer_layer.mlp."): each.clone()
         for name, each in layer.state_dict().items()
@@ -118,9 +119,9 @@ def longcat(folder: Path) -> tuple[Any, Logits]:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         at = torch.arange(1, x.shape[1] + 1)[None]
-        return layer(x, attention_mask=_mask(x.shape[1]), position_ids=at, position_embeddings=rotary(x, at))
+        return layer(x, attention_mask=causal(x.shape[1]), position_ids=at, position_embeddings=rotary(x, at))
 
-    target = _saved(folder, target, files)
+    target = saved(folder, target, files)
     return target, _logits(target, outside, config.rms_norm_eps, run)
 
 
@@ -134,7 +135,7 @@ def hunyuan(folder: Path) -> tuple[Any, Logits]:
     for norm in (parts["input_layernorm"], parts["post_attention_layernorm"]):
         norm.variance_epsilon = config.rms_norm_eps
     randomise(parts, 0.2)
-    outside, place = _outside(config.hidden_size), "model.mtp_layers.0."
+    outside, place = outside_parts(config.hidden_size), "model.mtp_layers.0."
     published = {"self_attn.gate_proj": "self_attn.linear_gate", "sinks": "learnable_sink_param"}
     files = {}
     for name, each in parts.state_dict().items():
@@ -146,11 +147,11 @@ def hunyuan(folder: Path) -> tuple[Any, Logits]:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         at = torch.arange(1, x.shape[1] + 1)[None]
-        rope, mask = target.model.rotary_emb(x, position_ids=at), _mask(x.shape[1])
+        rope, mask = target.model.rotary_emb(x, position_ids=at), causal(x.shape[1])
         x = x + parts["self_attn"](parts["input_layernorm"](x), rope, mask)[0]
         return x + parts["mlp"](parts["post_attention_layernorm"](x))
 
-    target = _saved(folder, target, files, num_nextn_predict_layers=1)
+    target = saved(folder, target, files, num_nextn_predict_layers=1)
     return target, _logits(target, outside, config.rms_norm_eps, run)
 
 
@@ -170,7 +171,7 @@ def dots(folder: Path) -> tuple[Any, Logits]:
     target = tiny_model(Dots3NoteForCausalLM, config)
     layer = copy.deepcopy(target.model.layers[-1])
     randomise(layer, 0.2)
-    outside, place = _outside(config.hidden_size), f"model.layers.{config.num_hidden_layers}."
+    outside, place = outside_parts(config.hidden_size), f"model.layers.{config.num_hidden_layers}."
     second = copy.deepcopy(target)
     second.model.layers[-1] = layer
     second.save_pretrained(folder / "second")
@@ -185,9 +186,9 @@ def dots(folder: Path) -> tuple[Any, Logits]:
         at = torch.arange(1, x.shape[1] + 1)[None]
         rope = target.model.rotary_emb(x, at, "sliding_attention")
         far = torch.full((x.shape[1], x.shape[1]), torch.finfo(torch.float32).min).tril(-config.sliding_window)
-        return layer(x, attention_mask=_mask(x.shape[1]) + far, position_embeddings=rope, position_ids=at)
+        return layer(x, attention_mask=causal(x.shape[1]) + far, position_embeddings=rope, position_ids=at)
 
-    target = _saved(folder, target, files, num_nextn_predict_layers=1)
+    target = saved(folder, target, files, num_nextn_predict_layers=1)
     return target, _logits(target, outside, config.rms_norm_eps, run, table)
 
 
@@ -197,7 +198,7 @@ def nemotron(folder: Path, prefix: str = "mtp.") -> tuple[Any, Logits]:
     fields = {name: each for name, each in config.to_dict().items() if name not in ("layer_types", "model_type")}
     second = NemotronHForCausalLM(NemotronHConfig(**{**fields, "layers_block_type": ["full_attention", "moe"]})).eval()
     randomise(second, 0.2)
-    blocks, outside = second.model.layers, _outside(config.hidden_size)
+    blocks, outside = second.model.layers, outside_parts(config.hidden_size)
     second.save_pretrained(folder / "second")
     stored = load_file(folder / "second" / "model.safetensors")
     stem = next(name.partition("layers.")[0] for name in stored if "layers." in name)
@@ -208,7 +209,7 @@ def nemotron(folder: Path, prefix: str = "mtp.") -> tuple[Any, Logits]:
     files |= {f"{prefix}layers.{names[name]}.weight": each for name, each in outside.items()}
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        return blocks[1](blocks[0](x, attention_mask=_mask(x.shape[1])))
+        return blocks[1](blocks[0](x, attention_mask=causal(x.shape[1])))
 
-    target = _saved(folder, target, files, num_nextn_predict_layers=1)
+    target = saved(folder, target, files, num_nextn_predict_layers=1)
     return target, _logits(target, outside, config.layer_norm_epsilon, run)

@@ -24,8 +24,8 @@ from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
-from oracles import mtp_blocks
-from oracles.format_parity import Parity, texts_of
+from oracles import mtp_blocks, mtp_caches
+from oracles.format_parity import PROMPTS, Parity, texts_of
 from oracles.mtp_targets import GENERATING
 from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 
@@ -69,6 +69,7 @@ class Case:
     published: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
     told: Mapping[str, Any] = field(default_factory=dict)  # in config.json, beside the target's
     apart: bool = False  # whether they are published without the target, as NextN
+    in_batches: bool = True  # whether the target is drafted for in batches
     made: Callable[[Path], Any] | None = None  # makes target and formula, where no layer of the target is such a layer
 
 
@@ -241,6 +242,10 @@ CASES = (
     Case("HY-V4 layers", "hy_v4", made=mtp_blocks.hunyuan),
     Case("Dots 3 Note layers", "dots3_note_text", made=mtp_blocks.dots),
     Case("Nemotron-H layers", "nemotron_h", made=mtp_blocks.nemotron),
+    Case("Inkling layers, two, the second with a window", "inkling_mm_model", count=2, made=mtp_caches.inkling),
+    Case("MiniMax-M3 layers", "minimax_m3_vl", hands_on_normed=False, in_batches=False,
+         made=mtp_caches.minimax),
+    Case("GLM-5.3-Flash layers", "glm5_next", made=mtp_caches.glm),
     Case("EXAONE-MoE layers", "exaone_moe", layer="mtp.layers.{index}.", parts=_QWEN, told=_NEXTN,
          last={"mlp_layer_types": "dense"}),
     Case("ERNIE 4.5 layers", "ernie4_5_moe", layer="model.mtp_block.{index}.", parts={
@@ -291,7 +296,7 @@ def parity(case: Case) -> Parity:
             token = scores.argmax(-1)
         wanted = made.logits(ids[: end + 1], states[:end])
         worst = max(worst, float((torch.stack(found) - wanted).abs().max()))
-    _, statistics = texts_of(made.target, drafter)
+    _, statistics = texts_of(made.target, drafter, prompts=PROMPTS if case.in_batches else PROMPTS[1:])
     accepted = sum(length > 0 for length in statistics.accepted_lengths)
     rounds = len(statistics.accepted_lengths)
     return Parity(case.name, "the formula of vLLM's class", worst, rounds, accepted, rounds - accepted)

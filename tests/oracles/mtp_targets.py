@@ -26,11 +26,13 @@ _LAYERS = {
     "mellum": 1,
     "qwen3_next": 1,
     "qwen3_5_text": 1,
+    "inkling_text": 2,
 }
 _OWN_LISTS = (
     "deepseek_v32",
     "glm_moe_dsa",
     "hy_v4",
+    "inkling_text",
     "mimo_v2_flash",
 )  # types that do not run with full attention alone
 GENERATING = {**AutoModelForCausalLM._model_mapping, **AutoModelForImageTextToText._model_mapping}
@@ -83,9 +85,8 @@ def counting(model_type: str, count: int, right: bool = True) -> tuple[Any, MtpM
     for layer in layers.layers:
         halves = layer.eh_proj.weight.zero_()
         width = halves.shape[0]
-        halves[:, :width].copy_(
-            torch.eye(width) if right else torch.randn(width, width, generator=generator)
-        )  # of the embedding
+        of_embedding = halves.split(width, dim=1)[bool(getattr(layers.config, "mtp_hidden_states_first", False))]
+        of_embedding.copy_(torch.eye(width) if right else torch.randn(width, width, generator=generator))
     return target, layers
 
 

@@ -4,6 +4,7 @@
 |---|---|---|
 | `longcat_flash` | two attentions, three feed-forward blocks | one attention, one feed-forward block |
 | `hy_v4` | one of each, between which several streams of states are mixed | one of each, on one stream |
+| `glm5_next` | linear attention or attention to groups of keys, on several streams | the second, on one stream |
 | `nemotron_h` | one part (Mamba, attention, experts), behind a norm | several parts, by default attention and experts |
 """
 
@@ -20,8 +21,8 @@ PARTS = "mtp_layers_block_type"  # field of Nemotron-H: types of the parts of a 
 
 
 def single_attention(decoder: Any) -> type[nn.Module]:
-    """Returns the class of a layer with one attention and plain residuals (LongCat-Flash, HY-V4), for `MtpModel`."""
-    own = decoder.layers[-1]
+    """Returns the class of a layer with one attention and plain residuals, for `MtpModel`."""
+    own = next(each for each in reversed(decoder.layers) if getattr(each, "block_type", "") != "linear_attention")
     parts = own.self_attn, getattr(own, "mlps", own.mlp), own.input_layernorm
     attention, feed_forward, norm = (type(each[0] if isinstance(each, nn.ModuleList) else each) for each in parts)
 
@@ -33,6 +34,8 @@ def single_attention(decoder: Any) -> type[nn.Module]:
             self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
 
         def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            if hasattr(getattr(self.self_attn, "indexer", None), "index_kpool"):  # it takes a mask of padding
+                kwargs["attention_mask"] = x.new_ones(x.shape[:2], dtype=torch.bool)
             x = x + self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)[0]
             return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -22,12 +22,14 @@ from ..base.auto_drafter import Found, register_finder
 from ..base.draft_options import default_options
 from ..base.plain_config import FLAG, TargetSizes, described
 from ..base.protocol import Call, Drafter, Read, weights_of
+from ..base.reading_session import LevelSession
 from ..base.readings import settle, settled_by
 from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model, register_refusal, with_fields
 from ..base.target_weights import TargetWeights
 from .kinds import UNABLE, described_target, layers_in, renamed
 from .layers import MtpLayers
 from .loading import layer_numbers, layers_of
+from .own_caches import CachedMtpSession
 from .session import MtpSession
 
 
@@ -125,9 +127,9 @@ class MtpDrafter(Drafter):
         if not self.config.last_tap_is_normed:
             check_last_state(target)
 
-    def session(self, call: Call) -> MtpSession:
+    def session(self, call: Call) -> LevelSession:
         self.layers.follow(call.target)
-        return MtpSession(self, self.layers, call)
+        return (MtpSession if self.layers.by_node else CachedMtpSession)(self, self.layers, call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         weights, model = weights_of(*self.layers.model.layers), self.layers.model
@@ -136,7 +138,7 @@ class MtpDrafter(Drafter):
 
     @property
     def can_be_tried(self) -> bool:
-        return self.layers.num_stored == 1
+        return self.layers.num_stored == 1 and self.layers.by_node
 
     def settle(self, target: Any, tokens: Sequence[int]) -> None:
         if self.config.untold:

@@ -18,6 +18,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from .blocks import DecoderOf, parts_in_turn, place_of_part, single_attention
 
 ATTENTION, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attention"
+CACHED = ("hybrid", "hybrid_sliding", "minimax_m3_sparse")  # types whose states are kept by text, not by node
+WINDOWED = (SLIDING, "hybrid_sliding")
 EMBEDDING = "mtp.embed_tokens.weight"
 
 
@@ -37,6 +39,7 @@ class Kind:
     own_heads: bool = False  # whether each layer has its own output head
     own_embedding: bool = False  # whether they read their own embeddings
     untold: tuple[str, ...] = ()  # questions (`base/readings.py`) that its reference implementations answer differently
+    by_node: bool = True  # whether the states of drafts can be told apart by node
     block: Callable[[Any], type[nn.Module]] | None = None  # makes the class of its decoder layer; None for the target's
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the layers' configuration
 
@@ -74,6 +77,14 @@ KINDS = {
     "step3p5": Kind("step3p5_mtp.py", (
         ("transformer.", ""), ("shared_head.output.", "shared_head.head."),
     ), mlp="dense", hands_on_normed=False, own_heads=True),
+    "inkling_text": Kind("../../models/inkling/nvidia/mtp.py", (
+        ("embed_norm.", "enorm."), ("hidden_norm.", "hnorm."), ("input_proj.", "eh_proj."), ("transformer_block.", ""),
+    ), counted_by="num_mtp_layers", states_first=True),
+    "minimax_m3_vl_text": Kind("../../models/minimax_m3/nvidia/mtp.py", (
+        ("transformer_layer.", ""), *_FINAL,
+    ), counted_by="num_mtp_modules", attention="minimax_m3_sparse", hands_on_normed=False),
+    "glm5_next_text": Kind("../../models/glm5next/common/mtp.py", attention=INDEXED, by_node=False,
+                           block=single_attention, fields={"indexer_types": ["full"] * 8}),
 }  # fmt: skip
 
 # The package speculators names the parts of all types alike.
@@ -85,8 +96,6 @@ OF_SPECULATORS = Kind("speculators", (
 UNABLE = {
     "deepseek_v4": "mix several streams of hidden states",
     "qwen4_exp_text": "mix several streams of hidden states",
-    "glm5_next_text": "choose groups of keys in a way that is not followed by node",
-    "minimax_m3_vl_text": "choose blocks of keys in a way that is not followed by node",
 }
 
 OTHERS = Kind("transformers", counted_by="num_mtp_layers")

@@ -20,7 +20,7 @@ from transformers.modeling_layers import MtpModel
 from ...core.cache_name import CACHE
 from ...core.forks import new_lock
 from ...core.refusals import DraftingRefused
-from .kinds import ATTENTION, INDEXED, SLIDING, Kind, kind_of
+from .kinds import ATTENTION, CACHED, INDEXED, SLIDING, WINDOWED, Kind, kind_of
 
 _following = new_lock()  # calls of several threads follow their target at once
 
@@ -57,6 +57,7 @@ class MtpLayers:
         table: embedding of the layers; None if they use the target's.
         kind: their row of `KINDS`.
         folder: of the target's checkpoint that they were read from.
+        by_node: whether the states of drafts are kept by node (`run`); else in caches of transformers (`run_cached`).
     """
 
     folder: Path | None = None
@@ -73,13 +74,14 @@ class MtpLayers:
         self.count = len(model.layers)
         self._hands_on_normed = self.kind.hands_on_normed
         types = list(getattr(config, "layer_types", None) or [])[: self.count] or [ATTENTION] * self.count
-        if unknown := sorted({str(each) for each in types} - {ATTENTION, SLIDING, INDEXED}):
+        self.by_node = self.kind.by_node and not {*types} & {*CACHED}
+        if unknown := sorted({str(each) for each in types} - {ATTENTION, SLIDING, INDEXED, *CACHED}):
             raise DraftingRefused(
                 f"the layers for multi-token prediction have the type {unknown[0]!r}, whose states of drafts are not "
                 "kept by node: expected attention. transformers drafts with them: model.generate(..., use_mtp=True)"
             )
         self._types = types
-        self.windows = tuple(config.sliding_window if each == SLIDING else None for each in types)
+        self.windows = tuple(config.sliding_window if each in WINDOWED else None for each in types)
         self.num_stored = 2 * self.count if INDEXED in types else self.count
         self._has_axes = "mrope_section" in (getattr(config, "rope_parameters", None) or {})
         if config._attn_implementation != "eager":
@@ -130,27 +132,57 @@ class MtpLayers:
         write: Write,
     ) -> torch.Tensor:
         """Returns a layer's outputs `[B, n, D]`, as the next layer reads them."""
-        model, parts = self.model, self.model.layers[layer]
         if mask is None and self.num_stored > self.count:  # an index takes no None
             mask = embeds.new_ones(*embeds.shape[:2], 1, dtype=torch.bool)
+        return self._run(layer, embeds, states, positions, positions, mask, _Buffer(write, self.count))
+
+    def run_cached(
+        self, layer: int, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, cache: Any
+    ) -> torch.Tensor:
+        """As `run`, for texts of one length; keeps in `cache`, of `new_cache`, what the layer reads."""
+        count = embeds.shape[1]
+        size, first = cache.get_mask_sizes(count, layer)
+        slots = torch.arange(max(count, size), device=embeds.device)
+        distances = cache.get_query_offset(layer) + slots[:count, None] - first - slots[:size]
+        mask = (distances >= 0) & (distances < (self.windows[layer] or 2**31))
+        places = (cache.get_seq_length(layer) + slots[:count]).expand_as(positions)  # groups of keys are of slots
+        return self._run(layer, embeds, states, positions, places, mask[None], cache)
+
+    def new_cache(self) -> Any:
+        """Returns an empty cache for `run_cached`."""
+        from transformers.cache_utils import MtpCache
+
+        return MtpCache(config=self.model.config)
+
+    def _run(
+        self,
+        layer: int,
+        embeds: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        places: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Any,
+    ) -> torch.Tensor:
+        model, parts = self.model, self.model.layers[layer]
         if mask is not None:
             hidden = torch.finfo(embeds.dtype).min
             mask = torch.zeros_like(mask, dtype=embeds.dtype).masked_fill_(~mask, hidden)[:, None]
-        rotary, places = model.rotary_emb, None
+        rotary, turns = model.rotary_emb, None
         if rotary is not None:
             typed = {"layer_type": self._types[layer]} if model.has_per_layer_rope else {}
             at = positions.expand(3, -1, -1) if self._has_axes else positions  # text has the same position on all axes
             cos, sin = rotary(embeds, position_ids=at, **typed)
-            places = cos.to(embeds.device), sin.to(embeds.device)
+            turns = cos.to(embeds.device), sin.to(embeds.device)
         pair = [parts.enorm(embeds), parts.hnorm(states)]
         if getattr(model.config, "mtp_hidden_states_first", False):
             pair.reverse()
         outputs = parts.mtp_block(
             parts.eh_proj(torch.cat(pair, dim=-1)),
-            position_embeddings=places,
-            position_ids=positions,
+            position_embeddings=turns,
+            position_ids=places,
             attention_mask=mask,
-            **{CACHE: _Buffer(write, self.count)},
+            **{CACHE: cache},
         )
         made: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         return self._normed(made, layer) if self._hands_on_normed else made
@@ -173,12 +205,29 @@ class MtpLayers:
                 for part in self.own_parts():
                     part.to(device=place, dtype=dtype)
             if model.embed_tokens is not target.get_input_embeddings() or model.shared_head is not target.lm_head:
-                model.tie_with_main_model(target)
+                tie(model, target)
 
     def own_parts(self) -> list[nn.Module]:
         """The parts that are not the target's."""
         shared = [self.model.shared_post_norm] if self.model.use_shared_post_norm else []
         return [self.model.layers, *shared, *(each for each in (self.heads, self.table) if each is not None)]
+
+
+def held_at(depth: int, used: int, deepest: int) -> range:
+    """Returns the layers in the columns of nodes of a depth, of `used` layers; the first one predicts their children.
+
+    Nodes at depth `deepest` need none.
+    """
+    return range(depth, min(used, deepest)) if depth < used else range(depth % used, depth % used + 1)
+
+
+def tie(model: MtpModel, target: Any) -> None:
+    """Takes embedding, output head and rotary embedding of a target.
+
+    With a norm that is part of the embedding, as vLLM reads Inkling's layers; transformers leaves it out.
+    """
+    model.tie_with_main_model(target)
+    model.embed_tokens = target.get_input_embeddings()
 
 
 def last_place(target: Any) -> torch.device:

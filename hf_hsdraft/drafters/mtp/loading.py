@@ -22,7 +22,7 @@ from ...core.refusals import DraftingRefused
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import read_json
 from .kinds import EMBEDDING, UNABLE, Kind, described_target, kind_of, layers_in, renamed
-from .layers import MtpLayers, last_place
+from .layers import MtpLayers, last_place, tie
 
 _NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 _HEAD = re.compile(r"model\.layers\.(\d+)\.shared_head\.head\.weight")
@@ -131,7 +131,7 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
         missing = [_in_files(name, names) for name in info.missing_keys]
         wrong = {"missing": missing, "unknown": info.unexpected_keys, "of other shapes": info.mismatched_keys}
         raise ValueError("; ".join(f"{what}: {few(sorted(map(str, keys)))}" for what, keys in wrong.items() if keys))
-    model.tie_with_main_model(target)
+    tie(model, target)
     if not kind.own_heads or not found:
         return MtpLayers(model, kind, table=table)
     heads = nn.ModuleList()

@@ -16,7 +16,7 @@ from ..base.protocol import Ask, Call
 from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
 from ..base.target_weights import TargetWeights
 from ..base.tree_session import DraftMemory, LevelExpansion
-from .layers import MtpLayers
+from .layers import MtpLayers, held_at
 
 
 class DraftedColumns(DraftedNodes):
@@ -48,18 +48,12 @@ class DraftedColumns(DraftedNodes):
         self._outputs = list(outputs.split(1, dim=1))  # by layer, `[B, 1 + m, D]`; zeros where a column lacks it
         self._held: list[tuple[range, int]] = []  # layers in the columns of each depth, and number of these columns
 
-    def _held_at(self, depth: int) -> range:
-        """The layers in the columns of nodes of a depth; the first one predicts their children."""
-        if depth < self._used:
-            return range(depth, min(self._used, self._depth))
-        return range(depth % self._used, depth % self._used + 1)
-
     def of_roots(self) -> torch.Tensor:
         return self._layers.logits(self._outputs[0][:, :1], 0)
 
     def of_nodes(self, level: int, tokens: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (batch, count), depth, numbers = tokens.shape, level - 1, self.add(parents)
-        held = self._held_at(depth)
+        held = held_at(depth, self._used, self._depth)
         self._held.append((held, count))
         embeds, positions = self._layers.embed(tokens), (self._roots + depth).expand(-1, count)
 
