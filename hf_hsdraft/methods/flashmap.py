@@ -35,11 +35,12 @@ from ..core.tensors import RMSNorm, batched_attention, on_device
 from ..drafters.base.decoder_layer import Attention, LayerSizes, Rope, rotary_of, rotate
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.plain_config import PlainConfig, described
-from ..drafters.base.protocol import Ask, Call, Read, weights_of
+from ..drafters.base.protocol import Ask, Call, weights_of
 from ..drafters.base.published import MOST_LAYERS, PublishedNetwork, SpeculatorsFiles
 from ..drafters.base.published_format import OURS, Files, PublishedFormat, told
 from ..drafters.base.reading_session import ParallelSession
 from ..drafters.base.target_weights import TargetWeights, borrow
+from .estimate.reads import Read
 
 _MOST_STEPS = 64
 

@@ -21,7 +21,7 @@ from ..core.refusals import DraftingRefused
 from ..core.tensors import on_device
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.plain_config import TargetSizes
-from ..drafters.base.protocol import Accepted, Ask, Call, Read, weights_of
+from ..drafters.base.protocol import Accepted, Ask, Call, weights_of
 from ..drafters.base.registry import (
     IN_TURN,
     TREES,
@@ -40,6 +40,7 @@ from ..drafters.language_model.lm_files import read_config
 from ..hub.checkpoint import Checkpoint
 from ..runtime.target_limits import decoder_layers, text_config
 from ..runtime.tree_reading import AttentionKind, as_attention_takes_it, tree_mask
+from .estimate.reads import Read
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 

@@ -20,7 +20,7 @@ from ..core.checks import is_integer, printable
 from ..core.fields import Fields
 from ..core.refusals import DraftingRefused
 from ..drafters.base.draft_options import default_options
-from ..drafters.base.protocol import Call, Drafter, Read
+from ..drafters.base.protocol import Call, Drafter
 from ..drafters.base.published_format import check_proposals
 from ..drafters.base.reading_session import LevelSession
 from ..drafters.base.readings import kept, settled_by, told
@@ -44,6 +44,7 @@ from ..hub.checkpoint import Checkpoint, speculators_type, target_of
 from ..hub.drafter_files import CONFIG, DamagedFile
 from ..runtime.target_limits import text_config
 from ..runtime.target_parts import decoding_model
+from .estimate.reads import Read
 
 _MARK = "model.layers.0.eh_proj.weight"
 _MARK_OF_SPECULATORS = "mtp_layers.0.input_proj.weight"

@@ -22,13 +22,14 @@ from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
 from ..drafters.base.draft_options import DraftOptions, default_options
 from ..drafters.base.plain_config import AnyTarget
-from ..drafters.base.protocol import Ask, Call, Drafter, Read, weights_of
+from ..drafters.base.protocol import Ask, Call, Drafter, weights_of
 from ..drafters.base.saved_drafter import Placement, take_options
 from ..drafters.base.tree_session import ParallelExpansion, TreeSession
 from ..hub.drafter_files import OPTIONS, find_folder, loading, read_json, taken_for_hub
 from ..runtime.target_limits import text_config
 from ..runtime.target_parts import InPlaceOf, why_not_replaced, with_modules
 from ..runtime.tree_reading import node_inputs
+from .estimate.reads import Read
 
 logger = logging.get_logger(__name__)
 

@@ -92,9 +92,9 @@ def test_a_family_imports_no_other_family_and_their_base_imports_none(path: Path
 
 @pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "methods"], ids=lambda path: path.stem)
 def test_a_method_imports_no_other_method(path: Path) -> None:
-    """But the arithmetic of estimates, which a cascade continues, and language models, which a steering trains."""
+    """But estimates, for which drafters count their weights, and language models, which a steering trains."""
     others = {other.parent for other in imported(path) if room_of(other) == "methods"}
-    assert others <= {path.parent, path.parents[1] / "estimate", path.parents[1] / "distillation"}
+    assert others <= {path.parent, PACKAGE / "methods" / "estimate", PACKAGE / "methods" / "distillation"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -150,7 +150,7 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
     "core": 1804, "engine": 2170, "runtime": 3604, "verify": 615, "generate": 561, "training": 6316, "bench": 1451,
-    "cli": 2197, "drafters": 12964, "serve": 1945, "hub": 1613,
+    "cli": 2197, "drafters": 12881, "serve": 1945, "hub": 1613,
 }  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_the_core_stays_small() -> None:
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
     assert len(files) <= 218
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 41_164
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 41_081
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:

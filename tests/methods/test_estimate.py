@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from hf_hsdraft import BlockDrafter, CachebackDrafter, EagleConfig, EagleDrafter, HSDraftConfig, HSDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.methods.estimate.estimates import Device, Drafting, estimate, estimate_decoding
+from hf_hsdraft.methods.estimate.reads import reads_of
 
 LLAMA_1B = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -259,7 +260,7 @@ def test_each_step_reads_its_own_weights(depth):
     """Every layer as often as a draft of that depth runs it: g_0 the trunk, step 1 its own set, the others the last."""
     shape = {"num_hidden_layers": 3, "num_roll_layers": 2, "num_step_modules": 3}
     drafter = HSDrafter(HSDraftConfig.for_target(make_target(), draft_vocab_size=50, **shape))
-    reads = {read.part: read for read in drafter.reads(depth, 4)}
+    reads = {read.part: read for read in reads_of(drafter, depth, 4)}
     layer = sum(p.numel() for p in drafter.layers[0].parameters())
     assert (reads["context layers"].weights, reads["context layers"].times) == (layer, 1)
     assert (reads["trunk layers"].weights, reads["trunk layers"].times) == (2 * layer, 1)
@@ -275,7 +276,7 @@ def test_the_weights_that_a_draft_reads_are_those_of_the_drafter(drafter):
     """Every matrix of a drafter is among the parts, but for the rows that are looked up and those of the target."""
     target = make_target()
     made = drafter(target)
-    parts = {read.part: read for read in made.reads(3, 4)}
+    parts = {read.part: read for read in reads_of(made, 3, 4)}
     assert parts["fusion"].weights == made.fc.weight.numel()
     assert parts["layers"].weights == sum(p.numel() for p in made.layers.parameters())
     assert parts["head"].weights == 97 * 32

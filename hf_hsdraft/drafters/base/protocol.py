@@ -30,17 +30,6 @@ if TYPE_CHECKING:
     from .draft_options import DraftOptions
 
 
-@dataclass(frozen=True)
-class Read:
-    """Weights that a draft multiplies by."""
-
-    part: str
-    weights: int
-    times: int  # reads per draft
-    rows: int  # rows multiplied per read
-    borrowed: bool = False  # whether the weights are the target's and take no extra memory
-
-
 def weights_of(*modules: nn.Module | None) -> int:
     return sum(parameter.numel() for module in modules if module is not None for parameter in module.parameters())
 
@@ -259,10 +248,6 @@ class Drafter:
 
     def session(self, call: Call) -> Session:
         raise NotImplementedError
-
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        """Weights read by a draft of one sequence, expanding `width` nodes per depth; () if the time is negligible."""
-        return ()
 
     def export(self, form: str, folder: str | os.PathLike[str], target_name: str = "") -> None:
         """Writes the drafter in another project's format `form`; raises a ValueError if it has no such format.

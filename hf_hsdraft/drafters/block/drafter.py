@@ -19,12 +19,11 @@ from transformers.utils import logging
 
 from ...core.checks import printable
 from ...core.tensors import RMSNorm
-from ...core.tuning import LIKELY_COLUMNS
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
 from ..base.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
-from ..base.protocol import Call, Read, weights_of
+from ..base.protocol import Call
 from ..base.published import PublishedNetwork, SpeculatorsFiles, refuse_unsaid, speculators_document
 from ..base.target_weights import DrafterOutput, TargetWeights, borrow
 from .configuration import BlockConfig
@@ -389,20 +388,6 @@ class BlockDrafter(PublishedNetwork):
             self.refuse(f"the drafter drafts token {int(self.draft_vocab_ids().max())}, the target has {tokens} tokens")
         if mask >= known:
             self.refuse(f"the drafter reads token {mask} as its mask, the target has {tokens} tokens")
-
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        config = self.config
-        columns = config.draft_vocab_size or 0
-        found = (
-            Read("fusion", weights_of(self.fc), 1, 1),
-            Read("layers", weights_of(self.layers), 1, config.block_size),
-            Read("head", columns * config.sizes.hidden_size, 1, config.num_draft_steps, borrowed=self.lm_head is None),
-        )
-        rank = max(config.ranks)
-        if not rank:
-            return found
-        likely = min(columns, LIKELY_COLUMNS)  # trees only consider these
-        return (*found, Read("token bias", likely * rank, depth, width))
 
     def session(self, call: Call) -> BlockSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())

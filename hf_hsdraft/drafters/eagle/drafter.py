@@ -26,7 +26,7 @@ from ...runtime.target_limits import text_config
 from ..base.decoder_layer import AttendByLayer, rotary_of
 from ..base.draft_options import DraftOptions
 from ..base.packed_texts import PackedTexts
-from ..base.protocol import Accepted, Ask, Call, Read, weights_of
+from ..base.protocol import Accepted, Ask, Call
 from ..base.published import (
     TOKEN_MAP,
     PublishedNetwork,
@@ -267,16 +267,6 @@ class EagleDrafter(PublishedNetwork):
             target.get_input_embeddings(), target.get_output_embeddings(), text_config(target).vocab_size
         )
         return EagleSession(self, weights, call)
-
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        config, layers, fused = self.config, weights_of(self.layers), weights_of(self.fc)
-        head, borrowed = (config.draft_vocab_size or 0) * config.sizes.hidden_size, self.lm_head is None
-        if config.fuses_embedding:
-            layers, fused = layers + fused, 0
-        fusion = Read("fusion", fused, 1, 1)
-        if self.mask_hidden is not None:  # P-EAGLE
-            return fusion, Read("layers", layers, 2, depth), Read("head", head, 1, depth, borrowed)
-        return fusion, Read("layers", layers, depth, width), Read("head", head, depth, width, borrowed)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         """Maps taps `[..., taps * target's D]` to input states `[..., D]` of the first layer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ...core.tensors import device_of, is_unhooked, joined
 from ..base.draft_options import DraftOptions
 from ..base.packed_texts import PackedTexts
 from ..base.pretrained_drafter import StateDrafter
-from ..base.protocol import Call, Read, weights_of
+from ..base.protocol import Call
 from ..base.registry import register_drafter
 from ..base.target_weights import DrafterOutput
 from .candidate_generator import ChainDrafter
@@ -114,28 +113,6 @@ class HSDrafter(HSDraftNetwork, StateDrafter):
         if target is None or target.slots.size is None or target.acceleration.compile_config is None:
             return False
         return alone and working.spare is not None and self.device.type == device_of(call.target).type
-
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        head = self.config.draft_vocab_size * self.config.hidden_size
-        bias = weights_of(self.injector.up)
-        return (
-            Read("fusion", weights_of(self.fuse), 1, 1),
-            *self._trunk_reads(depth),
-            Read("head", head, 1, depth, borrowed=self.lm_head is None),
-            Read("injector", weights_of(self.injector) - bias, depth, width),
-            Read("token bias", bias, depth - 1, width),
-        )
-
-    def _trunk_reads(self, depth: int) -> Iterator[Read]:
-        """Reads of the layers; `Trunk.step` says which parameters each step uses."""
-        config, layers = self.config, [*self.layers]
-        context, modules = config.num_hidden_layers - config.num_roll_layers, [*self.step_modules]
-        if context:
-            yield Read("context layers", weights_of(*layers[:context]), 1, 1)
-        yield Read("trunk layers", weights_of(*layers[context:]), 1 if modules else depth, 1)
-        for step, module in enumerate(modules, 1):
-            times = max(depth - step, 0) if step == len(modules) else int(step < depth)
-            yield Read(f"step module {step}", weights_of(module), times, 1)
 
 
 def _with_joined_weights(layer: Any) -> Layer:

@@ -16,11 +16,11 @@ from ...core.draft_tree import DraftTree, Expansion
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of, on_device
 from ...hub.checkpoint import Checkpoint
-from ...runtime.target_limits import decoder_layers, text_config
+from ...runtime.target_limits import text_config
 from ...runtime.tree_reading import AttentionKind
 from ..base.draft_options import DraftOptions, default_options, option_names
 from ..base.plain_config import AnyTarget
-from ..base.protocol import Accepted, Ask, Call, Read, weights_of
+from ..base.protocol import Accepted, Ask, Call
 from ..base.registry import Format, register_format
 from ..base.saved_drafter import SavedDrafter, refuse_unknown, take_options, write_options
 from ..base.tree_session import CacheMemory, LevelExpansion, ParallelExpansion, TreeSession
@@ -320,21 +320,6 @@ class CausalLMDrafter(ModelDrafter):
         reason = ability_of(self.model).reason
         if reason:
             raise DraftingRefused(f"this model cannot draft: {reason}")
-
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        table, head = (part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()))
-        untied = 0 if head is table else table.numel()
-        body = weights_of(self.model) - head.numel() - untied
-        looked_up = () if not untied else (Read("embedding", untied, 0, 1),)  # in memory, but only a few rows are read
-        times, rows = (depth, width) if self.mask_token_id is None else (1, depth)
-        return Read("layers", body, times, rows), Read("head", head.numel(), times, rows), *looked_up
-
-    def numbers_kept(self, length: int) -> int:
-        """Returns the number of cached values (keys and values) for a sequence of `length` tokens."""
-        config = text_config(self.model)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * decoder_layers(config) * heads * head_dim * length)
 
     def session(self, call: Call) -> CausalLMSession:
         shared, kinds = shared_tokens(self.model, call.target), ability_of(self.model).kinds

@@ -21,7 +21,7 @@ from ...runtime.target_parts import before_norm, check_last_state, decoding_mode
 from ..base.auto_drafter import Found, register_finder
 from ..base.draft_options import default_options
 from ..base.plain_config import FLAG, TargetSizes, described
-from ..base.protocol import Call, Drafter, Read, weights_of
+from ..base.protocol import Call, Drafter
 from ..base.reading_session import LevelSession
 from ..base.readings import settle, settled_by
 from ..base.registry import IN_TURN, TREES, TargetInfo, empty_model, register_refusal, with_fields
@@ -130,11 +130,6 @@ class MtpDrafter(Drafter):
     def session(self, call: Call) -> LevelSession:
         self.layers.follow(call.target)
         return (MtpSession if self.layers.by_node else CachedMtpSession)(self, self.layers, call)
-
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        weights, model = weights_of(*self.layers.model.layers), self.layers.model
-        own, each, head = self.layers.heads, weights // self.layers.count, weights_of(model.shared_head)
-        return Read("layers", each, depth, width), Read("head", head, depth, width, borrowed=own is None)
 
     @property
     def can_be_tried(self) -> bool:

@@ -127,7 +127,6 @@ def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any])
     from transformers import AutoModelForCausalLM
 
     from ...generate.by_name import load_drafter
-    from ...training.data.vocabulary import column_cost_of
     from ...training.families.trainable import trainable
     from .estimates import RANK_POWER, typical_size
 
@@ -142,7 +141,7 @@ def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any])
         made = kind.untrained(target, fields)
     if "draft_vocab_size" not in kind.fields:
         return made, ()
-    size = typical_size(made.config.vocab_size, column_cost_of(made, target))
+    size = typical_size(made.config.vocab_size, kind.column_cost(made, target))
     with torch.device("meta"):
         made = kind.untrained(target, {"draft_vocab_size": size, **fields})
     why = f"as many as pay if the token of rank r occurs in proportion to 1 / r ** {RANK_POWER}"

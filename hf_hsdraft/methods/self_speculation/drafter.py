@@ -18,12 +18,13 @@ from ...core.tensors import RMSNorm, device_of
 from ...drafters.base.decoder_layer import FeedForward
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.pretrained_drafter import StateDrafter
-from ...drafters.base.protocol import Ask, Call, Read, weights_of
+from ...drafters.base.protocol import Ask, Call, weights_of
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import TravellingConfig
 from ...drafters.base.tree_session import LevelExpansion, TreeSession
 from ...runtime.target_parts import decoder_list, why_not_replaced
+from ..estimate.reads import Read
 from .first_layers import FirstLayers
 
 logger = logging.get_logger(__name__)

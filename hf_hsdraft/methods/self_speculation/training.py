@@ -27,6 +27,9 @@ class SelfFamily(TravellingFamily):
     }  # fmt: skip
     follows_drafts = False
 
+    def column_cost(self, drafter: SelfDrafter, target: Any) -> float:
+        return drafter.num_draft_steps * super().column_cost(drafter, target)
+
     def by_columns(self, config: Any) -> bool:
         return True
 

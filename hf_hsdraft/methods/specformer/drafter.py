@@ -18,12 +18,13 @@ from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.plain_config import FLAG
 from ...drafters.base.pretrained_drafter import StateDrafter
-from ...drafters.base.protocol import Ask, Call, Read, weights_of
+from ...drafters.base.protocol import Ask, Call, weights_of
 from ...drafters.base.reading_session import Columns, ParallelSession, Slots
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import AttendingConfig, as_list
 from ...drafters.base.tree_session import TokenBias
+from ..estimate.reads import Read
 from .collapsed_frames import CollapsedFrames
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from ...core.checks import Limit, is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
-from ...drafters.base.protocol import Accepted, Call, Read, weights_of
+from ...drafters.base.protocol import Accepted, Call, weights_of
 from ...drafters.base.registry import Evidence, Fit, Format, TargetInfo, register_format
 from ...drafters.base.travelling_config import default_tap_layers
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMSession
@@ -36,6 +36,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_runtime import TargetOutput
 from ...training.files import write_complete
 from ..distillation.layer_subset import layers_of, sharing_weights
+from ..estimate.reads import Read, reads_of_lm
 
 STEERING = "steering.safetensors"  # beside the language model, as in index.json
 _SIZES = "sizes"  # name of the metadata of that file
@@ -43,6 +44,7 @@ _NO_STEERING = (
     "this SteeredLMDrafter has no steering yet: give it one by drafter.steer_by(steering), train one by `hsdraft train "
     "--family steered-lm`, or use its language model as CausalLMDrafter(model)"
 )
+
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -267,7 +269,7 @@ class SteeredLMDrafter(CausalLMDrafter):
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         steering = () if self.steering is None else (Read("steering", weights_of(self.steering), 1, 1),)
-        return *super().reads(depth, width), *steering
+        return *reads_of_lm(self, depth, width), *steering
 
     def session(self, call: Call) -> CausalLMSession:
         if not call.options.own["steering"]:

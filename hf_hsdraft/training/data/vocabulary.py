@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ...drafters.base.draft_options import leave_folder
-from ...runtime.target_limits import text_config
 from .conversations import TokenizedConversation
 
 # Relative gain in tokens per round for a relative gain in coverage. If each depth is right with probability a, a round
@@ -43,8 +42,8 @@ def choose_draft_vocabulary(
 def paying_size(conversations: Sequence[TokenizedConversation], vocab_size: int, column_cost: float) -> int:
     """Returns the size of a draft vocabulary that promises most tokens per second, 1 to `vocab_size`.
 
-    A token's logit costs `column_cost`, see `column_cost_of`. A drafted token outside the vocabulary is wrong. Each
-    half of the conversations ranks tokens for the other half, on which coverage is measured. Tokens that neither has
+    A token's logit costs `column_cost`, see the family's. A drafted token outside the vocabulary is wrong. Each half
+    of the conversations ranks tokens for the other half, on which coverage is measured. Tokens that neither has
     are ranked by their ids, which tokenizers give by frequency.
     """
     halves = [answer_counts(conversations[start::2], vocab_size) for start in (0, 1)]
@@ -58,19 +57,6 @@ def best_size(covered: torch.Tensor, column_cost: float) -> int:
     """`covered` are the tokens `[V]` that the first 1, 2, ... tokens of the vocabulary cover."""
     coverage = covered / covered[-1].clamp(min=1e-9)
     return int((_GAIN * coverage.log() - column_cost * torch.arange(1, len(coverage) + 1)).argmax()) + 1
-
-
-def column_cost_of(drafter: Any, target: Any) -> float:
-    """Returns the share of a round that a column of a drafter's head takes, as often as a draft reads it.
-
-    A round takes as long as reading the target's weights. Both models may be on the meta device.
-    """
-    config = text_config(target)
-    # DeepSpeed leaves a partitioned parameter without elements, and tells their number.
-    weights = sum(getattr(each, "ds_numel", each.numel()) for each in target.parameters())
-    reads = drafter.reads(drafter.num_draft_steps, 1)
-    head = sum(read.times * read.weights for read in reads if read.part == "head")
-    return float(head / drafter.config.draft_vocab_size / max(weights, config.vocab_size * config.hidden_size))
 
 
 def answer_counts(conversations: Iterable[TokenizedConversation], vocab_size: int) -> torch.Tensor:

@@ -107,6 +107,16 @@ class TrainableFamily:
         """Returns a drafter of the right sizes, to count or time; the target may be on the meta device."""
         return self.drafter(self.config_for(target, fields))
 
+    def column_cost(self, drafter: Any, target: Any) -> float:
+        """Returns the share of a round that a column of a drafter's head takes, which a draft reads once.
+
+        A round takes as long as reading the target's weights. Both models may be on the meta device.
+        """
+        config = text_config(target)
+        # DeepSpeed leaves a partitioned parameter without elements, and tells their number.
+        weights = sum(getattr(each, "ds_numel", each.numel()) for each in target.parameters())
+        return width_of(drafter.config) / max(weights, config.vocab_size * config.hidden_size)
+
     def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> Any:
         """Returns the drafter to start from in float32. The target is for what a drafter of another kind lacks."""
         return self.drafter.from_pretrained(name, dtype=torch.float32)

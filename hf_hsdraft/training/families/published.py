@@ -209,6 +209,10 @@ class EagleFamily(PublishedFamily):
         check_can_be_written(config)
         _ = config.window  # raises where layers differ
 
+    def column_cost(self, drafter: EagleDrafter, target: Any) -> float:
+        reads = drafter.num_draft_steps if drafter.config.mask_token_id is None else 1
+        return reads * super().column_cost(drafter, target)
+
     def by_columns(self, config: EagleConfig) -> bool:
         return True
 

@@ -18,7 +18,7 @@ from ..data.conversations import Conversation, tokenize_conversation
 from ..data.gather import read_files
 from ..data.inventing import chosen_kinds
 from ..data.plan import Report, TrainingPlan
-from ..data.vocabulary import choose_draft_vocabulary, column_cost_of, paying_size
+from ..data.vocabulary import choose_draft_vocabulary, paying_size
 from ..families.family import GROWTHS, TrainableFamily, width_of
 from ..families.trainable import family_for
 from ..loss.objectives import WHOLE_LOSSES, only_objective
@@ -212,7 +212,7 @@ def draft_vocabulary(
     vocab_size, size = target.config.get_text_config().vocab_size, begun or size
     if size is None:
         with torch.device("meta"):
-            column_cost = column_cost_of(family.untrained(target, plan.drafter), target)
+            column_cost = family.column_cost(family.untrained(target, plan.drafter), target)
         size = paying_size(tokenized, vocab_size, column_cost)
     chosen = choose_draft_vocabulary(tokenized, vocab_size, size, always)
     report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")
