@@ -118,6 +118,12 @@ def final_norm(target: Any) -> nn.Module | None:
     return next((each for each in found if isinstance(each, nn.Module)), None)
 
 
+def reads_last(target: Any) -> nn.Module | None:
+    """The module that reads the last layer's output: the final norm, or the mixer of several streams of states."""
+    decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
+    return final_norm(target) or getattr(decoder, "hyper_connection_mixer", None)
+
+
 def before_norm(taps: Sequence[int], layers: int) -> tuple[int, ...]:
     """Returns tap indices for a target of `layers` layers where the last layer is tapped before the norm."""
     return tuple(tap + 1 if tap == layers else tap for tap in taps)
@@ -125,7 +131,7 @@ def before_norm(taps: Sequence[int], layers: int) -> tuple[int, ...]:
 
 def check_last_state(target: Any) -> None:
     """Raises a DraftingRefused if the last layer's output before the norm is not available."""
-    if final_norm(target) is None:
+    if reads_last(target) is None:
         raise DraftingRefused(
             "the drafter reads the output of the last layer before the target's final norm, and a "
             f"{type(target).__name__} has none by a name that is known here. Use a drafter that reads lower layers "

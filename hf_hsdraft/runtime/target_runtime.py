@@ -31,7 +31,7 @@ from .ended_rows import EndedRows, can_leave, read_missing
 from .module_hooks import experience_of
 from .static_cache import slots_of_prompts
 from .target_limits import GRADIENTS, check_cache, decoder_layers, refusal, text_config
-from .target_parts import LastState, decoder_list, final_norm
+from .target_parts import LastState, decoder_list, reads_last
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class TargetRuntime(tree_reading.TargetCall):
         self.tap_layers = list(tap_layers)
         layers = decoder_layers(text_config(target)) if tap_layers else 0
         asked = [tap for tap in tap_layers if tap <= layers]
-        norm = final_norm(target) if len(asked) < len(tap_layers) else None
+        norm = reads_last(target) if len(asked) < len(tap_layers) else None
         self._last_state = None if norm is None else LastState(norm, layers)
         if asked and not self.kwargs.get("output_hidden_states"):
             # transformers drops indices beyond the encoder's layers, so an encoder-decoder returns all states.

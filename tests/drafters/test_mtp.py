@@ -17,6 +17,7 @@ from accelerate import cpu_offload
 from conftest import write_prompts
 from huggingface_hub import constants, file_download
 from oracles import mtp_parity
+from oracles.mtp_parity import states_of
 from oracles.mtp_targets import LAYERS, counting, each_plain, made
 from oracles.plain_texts import padded
 from oracles.support import check_layers, types_with_layers
@@ -56,11 +57,6 @@ def drafter_of(model_type: str, count: int, **options) -> MtpDrafter:
     return drafter
 
 
-def states_of(target, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return target(ids[None], output_hidden_states=True).hidden_states[-1][0]
-
-
 @pytest.mark.parametrize(("model_type", "count"), LAYERS.items())
 @torch.no_grad()
 def test_drafts_are_those_of_transformers(model_type, count):
@@ -91,7 +87,7 @@ TREES = [
     ("step3p7", 3),
     ("deepseek_v3", 2),
     *("Step-3.7 layers", "GLM-5 layers", "MiMo-V2 layers"),  # own heads, an index, sinks
-    *("MiniMax-M3 layers", "GLM-5.3-Flash layers"),  # groups of keys
+    *("MiniMax-M3 layers", "GLM-5.3-Flash layers", "Qwen4-Exp layers"),  # groups of keys
     *([("inkling_text", 2)] if "inkling_text" in LAYERS else []),  # convolutions
 ]
 
@@ -113,7 +109,7 @@ def test_what_a_tree_says_of_a_path_is_what_a_chain_along_it_says(which, tmp_pat
     def session_of(rows):
         session = drafter.session(Call(target, len(rows), DraftOptions.of(drafter)))
         for row, ids in enumerate(rows):
-            states, at = states_of(target, ids)[:-1], torch.arange(len(ids) - 1)
+            states, at = states_of(target, ids, drafter.config.last_tap_is_normed)[:-1], torch.arange(len(ids) - 1)
             session.observe([Accepted(row, [int(ids[-1])], states, at, ids[1:])])
         return session
 

@@ -2,6 +2,7 @@
 
 - Inkling: two of its dense layers, of which the second has a window; vLLM's `models/inkling/nvidia/mtp.py`.
 - MiniMax-M3: one of its layers with chosen blocks of keys; vLLM's `models/minimax_m3/nvidia/mtp.py`.
+- Qwen4-Exp: one of its layers with chosen groups of keys, on several streams; vLLM's `models/qwen4_exp/nvidia/mtp.py`.
 - GLM-5.3-Flash: attention to chosen groups of keys and experts, on one stream; vLLM's `models/glm5next/common/mtp.py`.
 """
 
@@ -154,3 +155,30 @@ def glm(folder: Path) -> tuple[Any, Logits]:
     target = saved(folder, target, files)
     norm = lambda x, weight: rms(x, weight, eps)  # noqa: E731
     return target, _chain(target, [_Layer(outside, run)], norm, states_first=False, hands_on_normed=True)
+
+
+def qwen(folder: Path) -> tuple[Any, Logits]:
+    index = {"n_heads": 2, "kv_heads": 1, "head_dim": 8, "budget": 8, "compress_ratio": 4}
+    text = {f"indexer_{name}": value for name, value in index.items()} | {"linear_conv_kernel_dim": 4}
+    config = _config("qwen4_exp", text)
+    target = tiny_model(GENERATING[type(config)], config)
+    decoder, text_config, eps = target.get_decoder(), config.text_config, config.text_config.rms_norm_eps
+    layer, mixer = copy.deepcopy(decoder.layers[-1]), copy.deepcopy(decoder.hyper_connection_mixer)
+    randomise(layer, 0.2)
+    randomise(mixer, 0.2, 2)
+    size, generator = text_config.hidden_size, torch.Generator().manual_seed(4)
+    shapes = {"pre_fc_norm_embedding": (size,), "pre_fc_norm_hidden": (size * text_config.hc_count,)}
+    shapes |= {"fc_embedding": (size, size), "fc_hidden": (size, size)}
+    own = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    files = _files(folder, target, layer, "mtp.layers.0.") | {f"mtp.{name}.weight": each for name, each in own.items()}
+    files |= {f"mtp.hyper_connection_mixer.{name}": each for name, each in mixer.state_dict().items()}
+
+    def logits(tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        embeds = rms(target.get_input_embeddings()(tokens[1:]), 1 + own["pre_fc_norm_embedding"], eps)
+        streams = rms(states, 1 + own["pre_fc_norm_hidden"], eps).unflatten(-1, (-1, size)) @ own["fc_hidden"].T
+        x = (streams + (embeds @ own["fc_embedding"].T)[:, None]).flatten(-2)[None]
+        rope = decoder.rotary_emb(x, torch.arange(x.shape[1])[None])
+        made = mixer(layer(x, rope, attention_mask=causal(x.shape[1])))[:, -1]
+        return made @ target.get_output_embeddings().weight.T
+
+    return saved(folder, target, files), logits

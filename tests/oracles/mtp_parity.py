@@ -245,6 +245,7 @@ CASES = (
     Case("Inkling layers, two, the second with a window", "inkling_mm_model", count=2, made=mtp_caches.inkling),
     Case("MiniMax-M3 layers", "minimax_m3_vl", hands_on_normed=False, in_batches=False,
          made=mtp_caches.minimax),
+    Case("Qwen4-Exp layers", "qwen4_exp", hands_on_normed=False, made=mtp_caches.qwen),
     Case("GLM-5.3-Flash layers", "glm5_next", made=mtp_caches.glm),
     Case("EXAONE-MoE layers", "exaone_moe", layer="mtp.layers.{index}.", parts=_QWEN, told=_NEXTN,
          last={"mlp_layer_types": "dense"}),
@@ -271,6 +272,19 @@ CASES = (
 
 
 @torch.no_grad()
+def states_of(target: Any, ids: torch.Tensor, normed: bool = True) -> torch.Tensor:
+    """Returns the last layer's states of a text, after the final norm or before the mixer of several streams."""
+    if normed:
+        return target(ids[None], output_hidden_states=True).hidden_states[-1][0]
+    given: list[torch.Tensor] = []
+    mixer = target.get_decoder().hyper_connection_mixer
+    hook = mixer.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    target(ids[None])
+    hook.remove()
+    return given[0][0]
+
+
+@torch.no_grad()
 def parity(case: Case) -> Parity:
     """Compares the drafts of a text that is read in pieces with the formula's; decodes a padded batch."""
     with tempfile.TemporaryDirectory() as folder:
@@ -282,7 +296,7 @@ def parity(case: Case) -> Parity:
         )
     drafter.generation_config.num_assistant_tokens = case.count
     ids = torch.randint(2, VOCABULARY, (30,), generator=torch.Generator().manual_seed(0))
-    states = made.target(ids[None], output_hidden_states=True).hidden_states[-1][0]
+    states = states_of(made.target, ids, drafter.config.last_tap_is_normed)
     session, worst = drafter.session(Call(made.target, 1, DraftOptions.of(drafter))), 0.0
     for begin, end in _POINTS:
         at = torch.arange(begin, end)

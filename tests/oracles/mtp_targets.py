@@ -58,7 +58,7 @@ def made(model_type: str, count: int) -> tuple[Any, MtpModel]:
     model_class = GENERATING[type(config)]
     target = tiny_model(model_class, config)
     torch.manual_seed(1)
-    layers = MtpModel(described_target(target, count), count).eval()
+    layers = described_target(target, count).model().eval()
     for name, weight in layers.named_parameters():
         if name.startswith("layers.") and weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.3)

@@ -5,6 +5,7 @@
 | `longcat_flash` | two attentions, three feed-forward blocks | one attention, one feed-forward block |
 | `hy_v4` | one of each, between which several streams of states are mixed | one of each, on one stream |
 | `glm5_next` | linear attention or attention to groups of keys, on several streams | the second, on one stream |
+| `qwen4_exp` | linear attention or attention to groups of keys, on several streams | the second, likewise on several |
 | `nemotron_h` | one part (Mamba, attention, experts), behind a norm | several parts, by default attention and experts |
 """
 
@@ -40,6 +41,31 @@ def single_attention(decoder: Any) -> type[nn.Module]:
             return x + self.mlp(self.post_attention_layernorm(x))
 
     return SingleAttention
+
+
+def several_streams(decoder: Any) -> type[nn.Module]:
+    """Returns the class of a layer on several streams (Qwen4-Exp), side by side, for `MtpModel`."""
+    return type(decoder.layers[-1])
+
+
+class _StreamsProjection(nn.Module):
+    """Adds the projected embedding `[..., D]` to each of the projected streams `[..., streams * D]` behind it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.fc_embedding, self.fc_hidden = (nn.Linear(size, size, bias=False) for _ in range(2))
+
+    def forward(self, pair: torch.Tensor) -> torch.Tensor:
+        embed, *streams = pair.split(self.fc_hidden.in_features, dim=-1)
+        return (self.fc_hidden(torch.stack(streams, dim=-2)) + self.fc_embedding(embed).unsqueeze(-2)).flatten(-2)
+
+
+def around_streams(layer: Any, decoder: Any) -> None:
+    """Replaces what `MtpModel` has around a layer: one norm of all streams, a projection, and a mixer as last norm."""
+    config, mixer = layer.config, decoder.hyper_connection_mixer
+    layer.hnorm = type(layer.hnorm)(config.hc_count * config.hidden_size, eps=config.rms_norm_eps)
+    layer.eh_proj = _StreamsProjection(config.hidden_size)
+    layer.post_norm = type(mixer)(config, use_combine=False)
 
 
 def parts_in_turn(decoder: Any) -> type[nn.Module]:

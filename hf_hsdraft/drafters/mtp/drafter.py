@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, GenerationConfig
-from transformers.modeling_layers import MtpModel
 
 from ...core.checks import few, setting
 from ...core.refusals import DraftingRefused
@@ -73,6 +72,7 @@ class MtpDrafter(Drafter):
             vocab_size=text.vocab_size,
             target_hidden_size=text.hidden_size,
             target_name=name,
+            last_tap_is_normed=kind.reads_normed,
             hands_on_normed=kind.hands_on_normed,
             untold=kind.untold,
         )
@@ -199,7 +199,7 @@ def _can_be_read(target: TargetInfo, count: int, local_files_only: bool) -> bool
         return False
     try:
         with torch.device("meta"):
-            MtpLayers(MtpModel(described_target(model, count), count))
+            MtpLayers(described_target(model, count).model())
         checkpoint = Checkpoint.open(target.place, local_files_only=local_files_only)
         names = renamed(_tensor_names(checkpoint), target.config)
         numbers = layer_numbers(names, target.config)

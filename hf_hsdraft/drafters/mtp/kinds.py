@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_layers import MtpModel
 
-from .blocks import DecoderOf, parts_in_turn, place_of_part, single_attention
+from .blocks import DecoderOf, around_streams, parts_in_turn, place_of_part, several_streams, single_attention
 
 ATTENTION, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 CACHED = ("hybrid", "hybrid_sliding", "minimax_m3_sparse")  # types whose states are kept by text, not by node
@@ -29,18 +30,22 @@ class Kind:
 
     source: str  # file of vLLM 0.32, in `vllm/model_executor/models/`, that reads them likewise
     names: tuple[tuple[str, str], ...] = ()  # beginnings of tensors' names within a layer, and what is read instead
+    beside: tuple[tuple[str, str], ...] = ()  # the same for tensors beside the layers, which become the first one's
     counted_by: str = "num_nextn_predict_layers"  # field of the configuration that counts them
     uncounted: int = 0  # their number where it has no such field
     attention: str | None = ATTENTION  # None for the types of the model's first layers
     mlp: str = "sparse"  # where some layers of the model are mixtures of experts
     states_first: bool = False  # whether `eh_proj` reads the state before the embedding
     normed: bool = True  # whether a norm follows the layer
+    reads_normed: bool = True  # whether the first layer reads the state after the target's final norm or mixer
     hands_on_normed: bool = True  # whether the next layer reads the normed output
     own_heads: bool = False  # whether each layer has its own output head
     own_embedding: bool = False  # whether they read their own embeddings
     untold: tuple[str, ...] = ()  # questions (`base/readings.py`) that its reference implementations answer differently
     by_node: bool = True  # whether the states of drafts can be told apart by node
+    turns_keys: bool = False  # whether attention takes the rotary embedding of all keys
     block: Callable[[Any], type[nn.Module]] | None = None  # makes the class of its decoder layer; None for the target's
+    around: Callable[[Any, Any], None] | None = None  # replaces the parts around it, given a layer and a decoder
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the layers' configuration
 
 
@@ -83,6 +88,10 @@ KINDS = {
     "minimax_m3_vl_text": Kind("../../models/minimax_m3/nvidia/mtp.py", (
         ("transformer_layer.", ""), *_FINAL,
     ), counted_by="num_mtp_modules", attention="minimax_m3_sparse", hands_on_normed=False),
+    "qwen4_exp_text": Kind("../../models/qwen4_exp/nvidia/mtp.py", beside=(
+        ("fc_", "eh_proj.fc_"), ("hyper_connection_mixer.", "post_norm."),
+    ), counted_by="mtp_num_hidden_layers", uncounted=1, attention=INDEXED, reads_normed=False, hands_on_normed=False,
+       by_node=False, turns_keys=True, block=several_streams, around=around_streams, fields={"ple_layer_ids": []}),
     "glm5_next_text": Kind("../../models/glm5next/common/mtp.py", attention=INDEXED, by_node=False,
                            block=single_attention, fields={"indexer_types": ["full"] * 8}),
 }  # fmt: skip
@@ -92,16 +101,16 @@ OF_SPECULATORS = Kind("speculators", (
     ("token_layernorm.", "enorm."), ("hidden_layernorm.", "hnorm."), ("input_proj.", "eh_proj."), *_FINAL,
 ), uncounted=1, untold=("last_tap_is_normed",))  # fmt: skip
 
-# Types whose files may hold such layers that no class of transformers computes.
+# Types whose files may hold such layers that draft nothing here.
 UNABLE = {
-    "deepseek_v4": "mix several streams of hidden states",
-    "qwen4_exp_text": "mix several streams of hidden states",
+    "deepseek_v4": "this type's cache cannot be put back to the last accepted token, so nothing is drafted for it",
 }
 
 OTHERS = Kind("transformers", counted_by="num_mtp_layers")
 _PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
-# Not weights, and copies of the target's embedding and head.
-_LEFT_OUT = ("rotary_emb.inv_freq", ".embed_tokens.weight", ".shared_head.weight", ".shared_head.head.weight")
+# Not weights, copies of the target's embedding and head, and what a last mixer does not use.
+_LEFT_OUT = ("rotary_emb.inv_freq", ".embed_tokens.weight", ".shared_head.weight", ".shared_head.head.weight",
+             ".hyper_connection_mixer.block_inject_weight.weight")  # fmt: skip
 _OUTSIDE = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")  # of a layer's parts
 _IN_LAYER = re.compile(r"((?:\w+\.)*?)(layers|mtp_\w+)\.(\d+)\.(.+)")
 _BESIDE = re.compile(r"(?:\w+\.)*?mtp\.(.+)")
@@ -148,20 +157,29 @@ def layers_in(config: Any) -> int:
 
 def described_target(target: Any, count: int, kind: Kind | None = None) -> Any:
     """Returns a target as transformers' `MtpModel` takes it, with so many layers."""
-    return _Described(target, described(target.config, count, kind), (kind or kind_of(target.config)).block)
+    return _Described(target, described(target.config, count, kind), kind or kind_of(target.config))
 
 
 class _Described:
     """A target with a configuration that describes its layers for multi-token prediction as transformers expects."""
 
-    def __init__(self, target: Any, config: Any, block: Any) -> None:
-        self._target, self.config, self._block = target, config, block
+    def __init__(self, target: Any, config: Any, kind: Kind) -> None:
+        self._target, self.config, self._kind = target, config, kind
         # Where the decoder is a part of a model with others, the model's conversions name it with a prefix.
         self._weight_conversions = get_model_conversion_mapping(target.get_decoder(), add_legacy=False) or None
 
     def get_decoder(self) -> Any:
         decoder = self._target.get_decoder()
-        return decoder if self._block is None else DecoderOf(decoder, self.config.get_mtp_config(), self._block)
+        block = self._kind.block
+        return decoder if block is None else DecoderOf(decoder, self.config.get_mtp_config(), block)
+
+    def model(self) -> MtpModel:
+        """Returns its layers, whose weights are still to be loaded."""
+        made = MtpModel(self, self.config.get_text_config().num_mtp_layers)
+        if self._kind.around is not None:
+            for layer in made.layers:
+                self._kind.around(layer, self._target.get_decoder())
+        return made
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -180,7 +198,8 @@ def renamed(names: Collection[str], config: Any, apart: bool = False, kind: Kind
             continue
         if (layer := _IN_LAYER.fullmatch(name)) is None:
             if (beside := _BESIDE.fullmatch(name)) is not None:
-                found[name] = f"mtp.{beside[1]}"
+                rest = _rewritten(beside[1], kind.beside)
+                found[name] = f"mtp.{rest}" if rest == beside[1] else f"model.layers.{first}.{rest}"
             continue
         prefix, root, number, rest = layer[1], layer[2], int(layer[3]), layer[4]
         numbered_apart = apart or root != "layers" or "mtp." in prefix
@@ -190,7 +209,12 @@ def renamed(names: Collection[str], config: Any, apart: bool = False, kind: Kind
             rest = f"{root}.{rest}"
         if kind.block is parts_in_turn:
             number, rest = place_of_part(config.get_text_config(), number, rest, _OUTSIDE)
-        for beginning, written in kind.names:
-            rest = written + rest.removeprefix(beginning) if rest.startswith(beginning) else rest
+        rest = _rewritten(rest, kind.names)
         found[name] = f"model.layers.{number + first if numbered_apart else number}.{rest}"
     return found
+
+
+def _rewritten(name: str, beginnings: tuple[tuple[str, str], ...]) -> str:
+    for beginning, written in beginnings:
+        name = written + name.removeprefix(beginning) if name.startswith(beginning) else name
+    return name

@@ -103,11 +103,11 @@ class MtpLayers:
 
     @property
     def device(self) -> torch.device:
-        return self.model.layers[0].eh_proj.weight.device
+        return next(self.model.layers[0].parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.layers[0].eh_proj.weight.dtype
+        return next(self.model.layers[0].eh_proj.parameters()).dtype
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings `[..., D]` of tokens `[...]`, int64."""
@@ -145,8 +145,10 @@ class MtpLayers:
         slots = torch.arange(max(count, size), device=embeds.device)
         distances = cache.get_query_offset(layer) + slots[:count, None] - first - slots[:size]
         mask = (distances >= 0) & (distances < (self.windows[layer] or 2**31))
-        places = (cache.get_seq_length(layer) + slots[:count]).expand_as(positions)  # groups of keys are of slots
-        return self._run(layer, embeds, states, positions, places, mask[None], cache)
+        places = (cache.get_seq_length(layer) + slots[:count]).expand(len(embeds), -1)  # groups of keys are of slots
+        if self.kind.turns_keys:
+            positions = positions[:, -1:] - slots[:size].flip(0)
+        return self._run(layer, embeds, states, positions, places, mask.expand(len(embeds), -1, -1), cache)
 
     def new_cache(self) -> Any:
         """Returns an empty cache for `run_cached`."""

@@ -76,10 +76,7 @@ def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
 
 def _check_kind(target: Any) -> None:
     if unable := UNABLE.get(target.config.get_text_config().model_type):
-        raise DraftingRefused(
-            f"this {type(target).__name__} may have layers for multi-token prediction, but they {unable}, which is not "
-            "computed here: train a drafter with `hsdraft train`, or find one with `hsdraft find`"
-        )
+        raise DraftingRefused(f"this {type(target).__name__} may have layers for multi-token prediction, but {unable}")
 
 
 def _read_from(
@@ -117,7 +114,7 @@ def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) ->
         raise ValueError(f"weights are missing: found layers {some}, expected {layers_in(target.config)}, from 0 on")
     seen = described_target(target, len(numbers), kind)
     with ContextManagers(MtpModel.get_init_context(dtype, False, False, None)):
-        model = MtpModel(seen, len(numbers))
+        model = seen.model()
     state = {names[name]: tensor for name, tensor in checkpoint.tensors(names.keys())}
     rows = state.pop(EMBEDDING, None)
     table = None if rows is None else nn.Embedding.from_pretrained(rows.to(place, dtype))
