@@ -14,9 +14,8 @@ from test_trainable import KINDS, loss_of
 from hf_hsdraft.training.data.features import likely_columns
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loop import run as run_module
-from hf_hsdraft.training.loss.candidates import Candidates
 from hf_hsdraft.training.loss.loss import WEIGHTINGS
-from hf_hsdraft.training.loss.objectives import OBJECTIVES
+from hf_hsdraft.training.loss.objectives import OBJECTIVES, Candidates
 
 COUNTS = torch.arange(40, 0, -1) ** 3
 BY_COLUMNS = ("hidden-state", "eagle3", "peagle", "specformer")  # families and kinds of them

@@ -29,10 +29,9 @@ from ..data.conversations import TokenizedConversation
 from ..data.features import Features, read_by_length
 from ..evaluate.parity import ParityError, parity
 from ..families.trainable import family_of
-from ..loss.candidates import Candidates
 from ..loss.chains import DATA_POLICIES, Pack, PolicyStep, true_labels, unroll
 from ..loss.loss import CHUNK_LOGITS, ChainLoss, LossParts
-from ..loss.objectives import WHOLE_LOSSES, objective_of
+from ..loss.objectives import WHOLE_LOSSES, Candidates, objective_of
 from ..progress import Reporter, figures_in_words
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget

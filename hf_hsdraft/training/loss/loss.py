@@ -16,9 +16,8 @@ from ...drafters.base.target_weights import TargetWeights
 from ..data.features import likely_columns
 from ..families.family import TrainableFamily
 from ..families.trainable import family_of
-from .candidates import Candidates, Columns
 from .chains import ChainLabels
-from .objectives import Objective
+from .objectives import Candidates, Columns, Objective
 
 # Takes logits of drafter and target, `[N, V']`, the places of their predictions, and the columns of the first choices
 # of target and drafter, `[N]`. Returns a sum over them and a detached value of each.
