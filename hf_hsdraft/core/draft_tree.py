@@ -98,22 +98,6 @@ class DraftTree:
             node = self.parents[node]
         return nodes[::-1]
 
-    def likeliest_path(self) -> list[int]:
-        """Returns the node indices of the path that follows the most probable child down to a leaf."""
-        children, nodes = self.children(), [0]
-        while children[nodes[-1]]:
-            nodes.append(max(children[nodes[-1]].values(), key=self.scores.__getitem__))
-        return nodes[1:]
-
-    def extended(self, node: int, following: Sequence[tuple[int, float]]) -> DraftTree:
-        """Returns the tree, without `log_probs`, with tokens and conditional probabilities after leaf `node`."""
-        nodes = list(zip(self.tokens, self.parents, self.depths, self.scores, strict=True))
-        for token, probability in following:
-            _, _, depth, score = nodes[node]
-            nodes.append((token, node, depth + 1, score + math.log(probability)))
-            node = len(nodes) - 1
-        return from_nodes(nodes)
-
     def expected_length(self) -> float:
         """Returns the mean number of accepted draft tokens, if the scores are right."""
         return sum(math.exp(score) for score in self.scores[1:])

@@ -19,6 +19,7 @@ from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
 from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut, StaticSession
 from hf_hsdraft.gpu.fixed_shapes import keep_in_place
+from hf_hsdraft.methods.lossy.continuation import extended, likeliest_path
 from hf_hsdraft.verify.verdict import chosen_path, walk
 
 STEPS, SIZE = 4, 24
@@ -115,7 +116,7 @@ def test_drafts_are_those_of_the_growing_session(fields, width):
     for number in range(24):
         tree = pair.drafted(rng.choice([STEPS, STEPS, 1, 2]), width)
         if number % 6 == 5:  # n-grams in front may reach deeper
-            tree = tree.extended(tree.likeliest_path()[-1], [(token, 0.5) for token in range(20, 26)])
+            tree = extended(tree, likeliest_path(tree)[-1], [(token, 0.5) for token in range(20, 26)])
             tree = tree.part({0, *tree.path(len(tree) - 1)})
         end = len(tree) - 1 if number % 6 == 5 else rng.randrange(len(tree))
         path = [0, *tree.path(end)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from ...core.checks import Limit, demand, integer
-from ...core.draft_tree import DraftTree
+from ...core.draft_tree import DraftTree, from_nodes
 from ...core.tuning import NGRAM_DEPTH
 from ...drafters.base.draft_options import METHOD_OPTIONS, DraftOptions, MethodOption
 from ...drafters.base.protocol import Ask, Call
@@ -24,6 +25,24 @@ def followed(ngrams: NgramCache, drafted: Sequence[int], most: int) -> list[tupl
     return found
 
 
+def likeliest_path(tree: DraftTree) -> list[int]:
+    """Returns the node indices of the path that follows the most probable child down to a leaf."""
+    children, nodes = tree.children(), [0]
+    while children[nodes[-1]]:
+        nodes.append(max(children[nodes[-1]].values(), key=tree.scores.__getitem__))
+    return nodes[1:]
+
+
+def extended(tree: DraftTree, node: int, following: Sequence[tuple[int, float]]) -> DraftTree:
+    """Returns the tree, without `log_probs`, with tokens and conditional probabilities after leaf `node`."""
+    nodes = list(zip(tree.tokens, tree.parents, tree.depths, tree.scores, strict=True))
+    for token, probability in following:
+        _, _, depth, score = nodes[node]
+        nodes.append((token, node, depth + 1, score + math.log(probability)))
+        node = len(nodes) - 1
+    return from_nodes(nodes)
+
+
 def continued(ngrams: NgramCache, most: int, tree: DraftTree, ask: Ask) -> DraftTree:
     """Extends the most probable path of a drafter's tree by up to `most` n-gram nodes, within the limits of `ask`.
 
@@ -33,14 +52,14 @@ def continued(ngrams: NgramCache, most: int, tree: DraftTree, ask: Ask) -> Draft
         return tree
 
     def following(tree: DraftTree) -> list[tuple[int, float]]:
-        path = tree.likeliest_path()
+        path = likeliest_path(tree)
         return followed(ngrams, [tree.tokens[node] for node in path], min(most, ask.depth - len(path)))
 
     added = following(tree)
     kept = tree.first(max(ask.size - len(added), 1))
     if added and len(kept) < len(tree):  # the path's end may have been dropped
         added = following(kept)
-    return kept.extended(kept.likeliest_path()[-1], added[: ask.size - len(kept) + 1]) if added else tree
+    return extended(kept, likeliest_path(kept)[-1], added[: ask.size - len(kept) + 1]) if added else tree
 
 
 def _fits(drafter: Any, options: DraftOptions) -> None:
