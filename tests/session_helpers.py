@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from oracles.plain_texts import padded as padded
 
+from hf_hsdraft.core import kept
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
+
+
+def forget(name: str) -> None:
+    """Forgets what calls have learnt of all objects, as a new process has."""
+    for records in kept._records.values():
+        records.pop(name, None)
 
 
 def borrow(drafter, target):

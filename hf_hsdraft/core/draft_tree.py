@@ -434,8 +434,6 @@ class Builder:
 
 
 TREE_BUILDERS: Registry[Builder] = Registry("tree_builder", {"beam": Builder(beam_trees)})  # by the option's value
-
-
 Path = tuple[int, ...]  # drafted tokens after the root
 
 

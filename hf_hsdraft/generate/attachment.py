@@ -24,6 +24,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
 from ..core.forks import new_lock
+from ..core.kept import kept_with
 from ..core.refusals import DraftingRefused
 from ..core.statistics import DraftStatistics
 from ..drafters.base.draft_options import DraftOptions
@@ -83,7 +84,7 @@ class Attachment:
     def _leave(self, with_replaced: bool = False) -> None:
         model = self._model()
         with _changing:
-            held = [] if model is None else _attachments.get(model, [])
+            held = [] if model is None else _attachments(model)
             if self in held:
                 place = held.index(self)
                 while with_replaced and place and not held[place - 1]._in_block:
@@ -158,14 +159,12 @@ class Attachment:
             self.last = last or done
 
 
-# The last one of a model drafts. Below are those of enclosing and overlapping blocks, and the one from before these.
-_attachments: weakref.WeakKeyDictionary[Any, list[Attachment]] = weakref.WeakKeyDictionary()
 _changing = new_lock()
 
 
-def _current(target: Any) -> Attachment | None:
-    held = _attachments.get(target)
-    return next(iter(held[-1:]), None) if held else None
+def _attachments(target: Any) -> list[Attachment]:
+    """The last one drafts. Below are those of enclosing and overlapping blocks, and the one from before these."""
+    return kept_with(target, "attachments", list)
 
 
 def _hold(target: Any, attachment: Attachment) -> None:
@@ -174,7 +173,7 @@ def _hold(target: Any, attachment: Attachment) -> None:
     Another thread may be about to enter the block of the last one.
     """
     with _changing:
-        held = _attachments.setdefault(target, [])
+        held = _attachments(target)
         mine = bool(held) and held[-1]._thread == threading.get_ident()
         if mine and len(held) > 1 and not held[-1]._in_block and not held[-2]._in_block:
             del held[-2]
@@ -228,16 +227,16 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, 
 
 def detach(model: Any) -> None:
     """Ends the attachment of a model, if there is one."""
-    _attachments.pop(decoding_model(model), None)
+    _attachments(decoding_model(model)).clear()
 
 
 def attached(model: Any) -> Attachment | None:
     """Returns the attachment of a model, or `None`."""
-    return _current(decoding_model(model))
+    return next(iter(_attachments(decoding_model(model))[-1:]), None)
 
 
 def sample(original: Any, target: Any, /, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    attachment = _current(target)
+    attachment = attached(target)
     if attachment is None or args:  # `generate()` passes keywords only
         return original(target, input_ids, *args, **kwargs)
     return attachment.decode(original, target, input_ids, **kwargs)
@@ -246,7 +245,7 @@ def sample(original: Any, target: Any, /, input_ids: Any, *args: Any, **kwargs: 
 def _counted(reason_of: Callable[..., str], original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A method of `generate()` that counts calls which do not reach `_sample`, by reason."""
     result = original(target, *args, **kwargs)
-    attachment = _current(target)
+    attachment = attached(target)
     if attachment is not None and (reason := reason_of(*args, **kwargs)):
         attachment.step_aside(reason)
     return result

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from operator import neg
 from typing import Any
 
 from ..core.draft_tree import DraftTree
+from ..core.kept import kept_with
 from . import tuning
 
 
@@ -463,11 +463,6 @@ class KindOfCall:
     packed: bool = False  # whether the target multiplies by packed weights
 
 
-# Learnt from calls: costs of each target by kind, and habits of each drafter by `KindOfCall.habits_by`.
-_known: weakref.WeakKeyDictionary[Any, dict[KindOfCall, MeasuredCosts]] = weakref.WeakKeyDictionary()
-_habits: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Habits]] = weakref.WeakKeyDictionary()
-
-
 def pace_for(
     target: Any, drafter: Any, kind: KindOfCall, given: Costs | None, before: CostPace | None = None, share: float = 1.0
 ) -> CostPace:
@@ -483,7 +478,8 @@ def pace_for(
         if before is not None:
             pace.take_over(before)
         return pace
-    known, habits = _known.setdefault(target, {}), _habits.setdefault(drafter, {})
+    known: dict[KindOfCall, MeasuredCosts] = kept_with(target, "costs", dict)
+    habits: dict[tuple[Any, ...], Habits] = kept_with(drafter, "habits", dict)
     if kind not in known:
         former = before.measured if before is not None and share < 1.0 else None
         known[kind] = former.of_fewer(share) if former is not None else MeasuredCosts.of_rows(kind.rows)

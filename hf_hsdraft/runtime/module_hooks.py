@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from ..core.forks import freed_in_children, new_lock
+from ..core.kept import kept_with
 from .foreign_parts import is_harmless
 
 _PACKAGE = __name__.partition(".")[0]
@@ -45,11 +46,8 @@ class Experience:
     capturing: _Calls | None = None  # the drafted calls that run, and what was installed before them
 
 
-_experiences: weakref.WeakKeyDictionary[Any, Experience] = weakref.WeakKeyDictionary()
-
-
 def experience_of(target: Any) -> Experience:
-    return _experiences.setdefault(target, Experience())
+    return kept_with(target, "experience", Experience)
 
 
 def fingerprint(model: nn.Module) -> int:

@@ -23,11 +23,13 @@ import torch
 from conftest import VOCAB, as_plain, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from session_helpers import forget
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, erase_history, list_history
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.kept import kept_with
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.saved_drafter import stored_options
@@ -179,7 +181,7 @@ def test_texts_of_folders_used_long_ago_are_read_again(target, tmp_path):
     history_of(drafter, target, folders[0]).enter([(text, [1, 2, 3])])
     for folder in folders[1:]:
         history_of(drafter, target, folder)
-    assert list(histories._of_drafters[drafter][target]) == folders[-4:]
+    assert list(kept_with(drafter, "histories", dict)[target]) == folders[-4:]
     assert history_of(drafter, target, folders[0]).find(text, 2)[0].tokens == [1, 2]
 
 
@@ -244,7 +246,7 @@ def test_files_of_an_earlier_version_and_damaged_ones_are_replaced(target, tmp_p
     path = tmp_path / f"{name}-{key.hex()[:16]}{SUFFIX}"
     for content in (b"hsdraft-history1" + bytes(200), b"something else"):
         path.write_bytes(content)
-        histories._of_drafters.clear()
+        forget("histories")
         history = history_of(drafter, target, str(tmp_path))
         history.enter([([1, 2, 3], [4, 5])])
         assert tokens_of(read_all(path)) == [[1, 2, 3, 4, 5]]

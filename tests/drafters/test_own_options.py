@@ -11,9 +11,9 @@ from test_protocol import ListDrafter, ListSession
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.core.checks import Limit
 from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.core.kept import kept_with
 from hf_hsdraft.core.options import Option
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.pace import pacing
 from hf_hsdraft.verify.registry import VERIFIERS
 from hf_hsdraft.verify.verdict import OwnChoice
 
@@ -145,17 +145,17 @@ def test_rules_may_share_an_option_but_not_its_name(drafter, monkeypatch):
 
 @pytest.mark.parametrize("change", [{"reuse": "resample"}, {"assistant_confidence_threshold": 0.2}], ids=str)
 def test_what_is_learnt_with_one_setting_is_not_used_with_another(target, prompt, change):
-    drafter, habits = make_drafter(target), lambda: len(pacing._habits[drafter])
+    drafter, habits = make_drafter(target), lambda: len(kept_with(drafter, "habits", dict))
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None  # so that they are measured
     target.generate(prompt, **CALL, assistant_model=drafter)
-    costs, before = set(pacing._known[target]), habits()
+    costs, before = set(kept_with(target, "costs", dict)), habits()
     target.generate(prompt, **CALL, assistant_model=drafter)
-    assert (set(pacing._known[target]), habits()) == (costs, before)
+    assert (set(kept_with(target, "costs", dict)), habits()) == (costs, before)
     for name, value in change.items():
         setattr(drafter.generation_config, name, value)
     target.generate(prompt, **CALL, assistant_model=drafter)
     assert habits() == 2 * before
-    assert (set(pacing._known[target]) > costs) == ("reuse" in change)  # a threshold changes no cost
+    assert (set(kept_with(target, "costs", dict)) > costs) == ("reuse" in change)  # a threshold changes no cost
 
 
 def test_options_given_to_generate_say_where_they_lie(target, drafter, prompt):
@@ -180,5 +180,5 @@ def test_a_drafter_may_be_a_dataclass(target, prompt):
     one, other = (DataDrafter([plain[0].tolist()]) for _ in range(2))
     for drafter in (one, other):
         as_plain(target, drafter, prompt, **CALL)
-    assert one in pacing._habits and other in pacing._habits
+    assert kept_with(one, "habits", dict) and kept_with(other, "habits", dict)
     assert hash(one) != hash(other)

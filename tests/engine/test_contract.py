@@ -16,6 +16,7 @@ from conftest import LLAMA, VOCAB, Meanwhile, failing, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from session_helpers import forget
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -37,7 +38,6 @@ from hf_hsdraft.engine import local_target
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.methods.drawn import Rejection
 from hf_hsdraft.pace.pacing import CostPace
-from hf_hsdraft.runtime import module_hooks
 from hf_hsdraft.runtime.cache_slots import cache_layers
 from hf_hsdraft.runtime.ended_rows import EndedRows
 from hf_hsdraft.serve.chat import DraftColourStreamer
@@ -866,7 +866,7 @@ def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, mis
     monkeypatch.setattr(draft_limits, "find_out", noting)
     tuned(sure_length=16)
     for rows in (2, 4):
-        module_hooks._experiences.clear()
+        forget("experience")
         inputs = batch_of(rows, length=8, side=side)
         kwargs = {"do_sample": False, "max_new_tokens": 36, "pad_token_id": 0}
         free = target.generate(**inputs, **kwargs)[:, 8:].tolist()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from session_helpers import forget
 
 from hf_hsdraft import HSDrafter, attach
-from hf_hsdraft.runtime import module_hooks
 from hf_hsdraft.runtime.misreading import first_divergence, measured_tolerance
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import embedded_gguf, load_target
@@ -85,7 +85,7 @@ FIRST_PROMPTS = ("Name three birds that cannot fly.", "Name three colours.", "Hi
 def kinds_of_drafts(target, tokenizer, drafter):
     """What is drafted if each of some prompts is the first one, by which the target is tried."""
     for prompt in FIRST_PROMPTS:
-        module_hooks._experiences.clear()
+        forget("experience")
         inputs = encode_prompt(tokenizer, prompt)
         output = target.generate(
             **inputs, assistant_model=drafter, max_new_tokens=30, do_sample=False, return_dict_in_generate=True
@@ -115,7 +115,7 @@ def test_in_half_precision_rounding_and_misreading_are_told_apart(monkeypatch, t
         with monkeypatch.context() as patch:
             patch.setattr(type(target.model), "forward", fault)
             assert set(kinds_of_drafts(target, tokenizer, drafter)) == {"chain"}
-    module_hooks._experiences.clear()
+    forget("experience")
 
 
 def test_where_products_have_no_noise_that_of_attention_is_allowed_for():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,6 +22,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from ...core.checks import are_ascending, few, misfit_of, printable, public_name
+from ...core.kept import kept_with
 from ...core.methods import Registry, offered
 from ...hub.checkpoint import Checkpoint, named_targets
 from ...hub.drafter_files import CARD
@@ -350,13 +350,11 @@ def fit_of(config: Any, target: TargetInfo, named: Collection[str]) -> Fit | Non
     return Fit(Evidence.SIZES, f"made for {told or 'a target that is not named'}, with the sizes of this one")
 
 
-_hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-
 def tokenizer_hash(tokenizer: Any) -> str:
     """A digest of a tokenizer's vocabulary, 16 hexadecimal digits."""
-    known = _hashes.get(tokenizer)
-    if known is None:
+
+    def digest() -> str:
         vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-        known = _hashes[tokenizer] = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
-    return known
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+    return kept_with(tokenizer, "digest", digest)

@@ -5,7 +5,6 @@ Letters in the shapes: T positions, D hidden size, V' draft vocabulary.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, is_accelerate_available
 
+from ...core.kept import kept_with
 from ...core.tensors import RMSNorm, Transform, device_of, is_unhooked
 
 
@@ -90,7 +90,8 @@ def _output_rows(output_head: nn.Module, embedding: nn.Module, vocab_ids: torch.
             return weight.detach()
         return weight.detach()[vocab_ids.to(weight.device)]
     # Packed weights have an unknown layout, so recover rows by multiplying, and cache them: it is slow.
-    kept = _rows_of_packed.get(output_head)
+    last: dict[str, tuple[torch.Tensor, torch.Tensor]] = kept_with(output_head, "rows", dict)
+    kept = last.get("ids and rows")
     if kept is None or not torch.equal(kept[0], vocab_ids.cpu()):
         place = device_of(embedding)
         with torch.no_grad():
@@ -99,12 +100,8 @@ def _output_rows(output_head: nn.Module, embedding: nn.Module, vocab_ids: torch.
         inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(sample)
         with torch.inference_mode(False), torch.no_grad():
             columns = output_head(inputs)[:, vocab_ids.to(place)]
-        kept = vocab_ids.cpu(), (columns[:-1] - columns[-1:]).T.contiguous()
-        _rows_of_packed[output_head] = kept
+        kept = last["ids and rows"] = vocab_ids.cpu(), (columns[:-1] - columns[-1:]).T.contiguous()
     return kept[1]
-
-
-_rows_of_packed: weakref.WeakKeyDictionary[nn.Module, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 class StateNetwork(PreTrainedModel):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...core.draft_tree import TreeLimits
+from ...core.kept import kept_with
 from ...core.tensors import RMSNorm, is_unhooked
 from ...core.tuning import LIKELY_COLUMNS
 from ...cpu.few_queries import attends
@@ -261,11 +262,6 @@ class _Made:
         return same and torch.equal(self.values, values)
 
 
-# Keyed by output layer and drafter, so an entry ends with either.
-_Kept = weakref.WeakKeyDictionary[HSDraftNetwork, _Made]
-_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
-
-
 def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head: nn.Linear) -> QuickWeights:
     """Returns a drafter's weights with the target's head, cached until either changes.
 
@@ -281,7 +277,8 @@ def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head:
         if not as_built or not all(map(_can_be_sampled, tensors)):
             return QuickWeights.of(drafter, drafter.borrow(embedding, output_head).head)
         stamp, values = _stamp(drafter, tensors), _sample(tensors)
-        of_head = _kept.setdefault(head, weakref.WeakKeyDictionary())
+        # Kept with output layer and drafter, so that they end with either
+        of_head: weakref.WeakKeyDictionary[Any, _Made] = kept_with(head, "weights", weakref.WeakKeyDictionary)
         kept = of_head.get(drafter)
         if kept is None or not kept.is_of(tensors, stamp, values):
             weights = QuickWeights.of(drafter, drafter.borrow(embedding, output_head).head)

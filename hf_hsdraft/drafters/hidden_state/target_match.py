@@ -17,6 +17,7 @@ import torch
 from transformers.utils import logging
 
 from ...core.checks import printable
+from ...core.kept import kept_with
 from ...runtime.target_limits import furthest_position, rotary_limits, text_config
 from ..base.readings import inputs_of
 from ..base.registry import tokenizer_hash
@@ -111,12 +112,9 @@ class _Pair:
     warned: bool = False
 
 
-_Pairs = weakref.WeakKeyDictionary[HSDraftNetwork, _Pair]
-_pairs: weakref.WeakKeyDictionary[Any, _Pairs] = weakref.WeakKeyDictionary()
-
-
 def _pair(target: Any, drafter: HSDraftNetwork) -> _Pair:
-    return _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, _Pair())
+    pairs: weakref.WeakKeyDictionary[Any, _Pair] = kept_with(target, "drafters", weakref.WeakKeyDictionary)
+    return pairs.setdefault(drafter, _Pair())
 
 
 def has_other_tokens(drafter: HSDraftNetwork, tokenizer: Any) -> bool:

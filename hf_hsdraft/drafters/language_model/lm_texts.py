@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from ...core.cache_name import CACHE, takes_cache
 from ...core.checks import few, printable
 from ...core.draft_tree import TreeBatch
+from ...core.kept import kept_with
 from ...core.tensors import device_of, embedded_tokens, on_device
 from ...core.tuning import MASK_ROWS
 from ...runtime.cache_slots import CacheSlots, cache_layers, move_slots
@@ -262,7 +263,7 @@ class LMAbility:
 
 def ability_of(model: Any) -> LMAbility:
     """Returns what a model can do; tested once per model and device."""
-    known = _known.setdefault(model, {})
+    known: dict[Any, LMAbility] = kept_with(model, "abilities", dict)
     key: tuple[Any, ...] = ()
     if hasattr(model, "config"):
         key = fingerprint(model), device_of(model), text_config(model)._attn_implementation
@@ -334,7 +335,7 @@ def _fault(model: Any, kinds: Sequence[AttentionKind]) -> str:
 
 def what_differs(own: Any, targets: Any) -> str:
     """Returns how two tokenizers differ; "" if every id in both stands for the same token. Either may have more."""
-    known = _compared.setdefault(own, weakref.WeakKeyDictionary())
+    known: weakref.WeakKeyDictionary[Any, str] = kept_with(own, "differences", weakref.WeakKeyDictionary)
     if targets not in known:
         known[targets] = _difference(own.get_vocab(), targets.get_vocab())
     return known[targets]
@@ -355,7 +356,3 @@ def _difference(own: dict[str, int], targets: dict[str, int]) -> str:
         f"{index} is {printable(other[index])!r}, the target's {printable(by_id[index])!r}" for index in sorted(other)
     ]
     return f"{len(other):,} of {len(own):,} token ids stand for other tokens: {few(told, _NAMED)}"
-
-
-_known: weakref.WeakKeyDictionary[Any, dict[Any, LMAbility]] = weakref.WeakKeyDictionary()
-_compared: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, str]] = weakref.WeakKeyDictionary()

@@ -23,6 +23,7 @@ from transformers.utils import cached_file, logging
 
 from ...core.checks import public_name
 from ...core.forks import new_lock, new_rlock
+from ...core.kept import kept_with
 from ...core.tensors import embedded_tokens
 from ...runtime.target_limits import text_config
 from ...verify.registry import IN_MEMORY, NO_HISTORY
@@ -214,9 +215,6 @@ class History:
             self.trust = Trust()
 
 
-_of_drafters: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[str, History]]] = (
-    weakref.WeakKeyDictionary()
-)
 _MOST_FOLDERS = 4  # whose texts a drafter keeps in memory
 _of_files: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictionary()
 _lock = new_lock()
@@ -233,13 +231,18 @@ def history_of(drafter: Drafter, target: Any, option: str) -> History | None:
     if option == NO_HISTORY:
         return None
     with _lock:
-        known = _of_drafters.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
+        known = _histories(drafter).setdefault(target, {})
         history = known.pop(option, None) or _made(target, option)
         known[option] = history  # the last one
         for unused in [name for name in known if name != IN_MEMORY][:-_MOST_FOLDERS]:
             del known[unused]
     history.refresh()
     return history
+
+
+def _histories(drafter: Drafter) -> weakref.WeakKeyDictionary[Any, dict[str, History]]:
+    """Those that a drafter has used, by target and option."""
+    return kept_with(drafter, "histories", weakref.WeakKeyDictionary)
 
 
 def _made(target: Any, option: str) -> History:
@@ -383,7 +386,7 @@ def _place_of(where: Any) -> Any:
 
 def _in_memory(drafter: Drafter) -> list[tuple[Any, History]]:
     with _lock:
-        kept = list(_of_drafters.get(drafter, {}).items())
+        kept = list(_histories(drafter).items())
     return [(target, histories[IN_MEMORY]) for target, histories in kept if IN_MEMORY in histories]
 
 

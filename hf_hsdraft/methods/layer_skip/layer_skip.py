@@ -8,7 +8,6 @@ layers would choose too, given the text) and its cost c in forwards of the targe
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from transformers import GenerationConfig
 
 from ...core.checks import are_ascending, demand, is_integer, printable, public_name
+from ...core.kept import kept_with
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.plain_config import AnyTarget
@@ -122,19 +122,18 @@ class LayerSkipDrafter(WeightlessDrafter):
 def drafting_part(target: Any, config: LayerSkipConfig) -> Any:
     """Returns the target without its skipped layers, sharing weights, cached; a DraftingRefused if that cannot run."""
     where = target.device, target.dtype, text_config(target)._attn_implementation
-    known, key = _parts.get(target, {}), (config.skipped_layers, *where)
+    known: dict[Any, Any] = kept_with(target, "parts", dict)
+    key = (config.skipped_layers, *where)
     part = known.get(key)
     if part is None:
         try:
             part = with_layers(target, config.kept_layers).eval()
         except ValueError as error:
             raise DraftingRefused(f"the target cannot draft by some of its layers: {error}") from error
-        # Parts made before the target was moved are useless. Other threads may read the old mapping.
-        _parts[target] = {**{other: kept for other, kept in known.items() if other[1:] == where}, key: part}
+        for other in [other for other in list(known) if other[1:] != where]:  # made before the target was moved
+            known.pop(other, None)
+        known[key] = part
     return part
-
-
-_parts: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 _MOST_DRAFTED = 8  # longest chain considered

@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -42,6 +41,7 @@ from ...core.draft_tree import (
     from_nodes,
     searched,
 )
+from ...core.kept import kept_with
 from ...core.tensors import RMSNorm, Transform, on_device
 from ...drafters.base.draft_options import METHOD_OPTIONS, DraftOptions, MethodOption
 from ...drafters.base.protocol import Accepted, Call, Session
@@ -123,8 +123,12 @@ def has_refiner(drafter: Any) -> bool:
 
 
 def _known(drafter: Any) -> PathLM | None:
-    folder, model = _of_drafters.get(drafter, (None, None))
-    return model if folder == drafter.loaded_from else None
+    return _loaded(drafter).get(drafter.loaded_from)
+
+
+def _loaded(drafter: Any) -> dict[Path, PathLM]:
+    """Refiners of a drafter, by its folder."""
+    return kept_with(drafter, "refiners", dict)
 
 
 def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
@@ -132,7 +136,7 @@ def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
     model = _known(drafter)
     if model is None:
         model = load_refiner(drafter.loaded_from, weights.vocab_ids)
-        _of_drafters[drafter] = drafter.loaded_from, model
+        _loaded(drafter)[drafter.loaded_from] = model
     width, drafted = weights.embed(weights.vocab_ids[:1]).shape[-1], len(weights.vocab_ids)
     if (model.sizes.embedding_size, model.sizes.draft_vocab_size) != (width, drafted):
         raise ValueError(
@@ -179,9 +183,6 @@ def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
 
 def _digest(vocab_ids: torch.Tensor) -> str:
     return hashlib.sha256(json.dumps(vocab_ids.tolist()).encode()).hexdigest()[:16]
-
-
-_of_drafters: weakref.WeakKeyDictionary[Any, tuple[Path, PathLM]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ...core.draft_tree import DraftTree, TreeBatch, from_nodes
+from ...core.kept import kept_with
 from ...core.tensors import device_of, on_device
 from ...runtime.cache_slots import Mark
 from ...runtime.misreading import same_but_rounding
@@ -173,7 +173,8 @@ class FirstLayers:
 
     def _verify_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> tuple[Any, int]:
         """As `verify`, with the number of nodes reused. The first time both ways run, and have to agree."""
-        trusted = _trusted.setdefault(self._call.target, {})
+        # By kind of call: whether the target's layers can be split
+        trusted: dict[tuple[Any, ...], bool] = kept_with(self._call.target, "can be split", dict)
         if self._kind not in trusted:
             outputs, trusted[self._kind] = self._tried(read, trees, columns)
             return outputs, 0
@@ -285,7 +286,3 @@ def _joined(read: DraftTree, tree: DraftTree) -> tuple[DraftTree, list[int]]:
 def _at(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Returns the keys or values `[B, heads, n, size]` at some nodes `[B, n]`."""
     return states.gather(2, index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-
-
-# By target and kind of call: whether its layers can be split.
-_trusted: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = weakref.WeakKeyDictionary()
