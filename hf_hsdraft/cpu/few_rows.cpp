@@ -62,15 +62,23 @@ INLINE void write(const Task& task, int64_t row, int64_t first, Floats sums) {
 
 #if defined(__AVX512BF16__)
 #include "products_avx512.h"
+#include "four_bits_avx512.h"
 #else
 #include "products_avx2.h"
 #endif
+
+// Whether copies of a format are laid out in words (four_bits_avx512.h), which one that has tiles does not read.
+bool in_words(int64_t format) { return kWidth == 16 && in_4_bits(format) && !has_tiles(); }
 
 template <int64_t F>
 void run(const Task& task, bool half, bool with_tiles) {
   const int64_t groups = task.outputs / kOutputs;
   const int64_t grain = std::max<int64_t>(1, 32768 / (task.inputs * kOutputs));
   parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
+#if defined(__AVX512BF16__)
+    if constexpr (in_4_bits(F))
+      if (in_words(F)) return half ? by_words<F, true>(task, begin, end) : by_words<F, false>(task, begin, end);
+#endif
     if (!half) return wide<F, false>(task, begin, end);
 #if defined(__AVX512BF16__)
     if (with_tiles) return task.rows > 16 ? tiles<F, true>(task, begin, end) : tiles<F, false>(task, begin, end);
@@ -91,7 +99,11 @@ Tensor product(const Tensor& x, const Tensor& blocks, const Maybe& scales,
               "no such bias");
   Sizes sizes = x.sizes();
   sizes.back() = outputs;
-  const Tensor y = empty(sizes, x.scalar_type()), from = kPairsOfHalves || !half ? x.contiguous() : copied(x, kFloat);
+  const Tensor y = empty(sizes, x.scalar_type());
+  Tensor from = kPairsOfHalves || !half ? x.contiguous() : copied(x, kFloat);
+#if defined(__AVX512BF16__)
+  if (!half && in_words(format)) from = evens_first(from);
+#endif
   Task task{from.data(), blocks.data<uint8_t>(), scales ? scales->data<float>() : nullptr,
             bias ? bias->data() : nullptr, y.data(), 0, inputs, outputs};
   const int64_t size = half ? 2 : 4, size_of_x = from.element_size();

@@ -80,13 +80,15 @@ INLINE W bits_of(float value) {
   return sizeof(W) == 4 ? bits : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// Lays a row out, its `lane` of 16, and returns whether its weights, by their bits, are these.
+// Lays a row out, its `lane` of 16 in a group, and returns whether its weights, by their bits, are these.
 template <int64_t K, typename W>
-bool lay_out(const uint8_t* raw, const W* weight, uint8_t* blocks, int lane, int64_t parts) {
-  constexpr int64_t F = kSources[K].format, size = kSizes[F];
+bool lay_out(const uint8_t* raw, const W* weight, uint8_t* group, int lane, int64_t parts) {
+  constexpr int64_t F = kSources[K].format, size = kSizes[F], of_scales = size - (in_4_bits(F) ? 256 : 512);
+  const bool words = in_words(F);
   constexpr W magnitude = static_cast<W>(~W(0)) >> 1;
   uint32_t wrong = 0;
-  for (int64_t part = 0; part < parts; ++part, weight += kInputs, blocks += size) {
+  for (int64_t part = 0; part < parts; ++part, weight += kInputs) {
+    uint8_t* blocks = group + part * size;
     const Part found = part_of<K>(raw, part);
     const int8_t* numbers = found.numbers;
     for (int i = 0; i < kInputs; ++i) {  // zeros of both signs are the same
@@ -94,8 +96,15 @@ bool lay_out(const uint8_t* raw, const W* weight, uint8_t* blocks, int lane, int
                                               : numbers[i] * (i < 16 ? found.factor : found.added));
       wrong |= (bits | weight[i]) & magnitude ? bits ^ weight[i] : 0;
     }
-    uint8_t* scales = blocks + (in_4_bits(F) ? 256 : 512);
-    if constexpr (in_4_bits(F)) {
+    uint8_t* scales = words ? group + part * of_scales : blocks + size - of_scales;
+    if (words) {
+#if defined(__AVX512BF16__)
+      for (int i = 0; i < kInputs; ++i) {
+        uint8_t* byte = place_in_words<F>(group, parts, part, lane, i);
+        *byte = lane % 2 ? *byte | numbers[i] << 4 : numbers[i];
+      }
+#endif
+    } else if constexpr (in_4_bits(F)) {
       for (int pair = 0; pair < kPairs; pair += 2)
         for (int i = 0; i < 2; ++i)
           blocks[16 * pair + 2 * lane + i] = numbers[2 * pair + i] | numbers[2 * pair + 2 + i] << 4;
