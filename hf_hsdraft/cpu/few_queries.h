@@ -65,18 +65,22 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // Scores of a vector of keys under the mask; those beyond the last key are minus infinity.
 INLINE Floats masked(const Attention& task, const char* mask, int64_t first, Floats scores) {
-  const int64_t left = task.length - first;
-  if (left >= kWidth && !mask) return scores;
-  alignas(64) float found[kWidth];
-  store(found, scores);
-  const int64_t inside = std::clamp<int64_t>(left, 0, kWidth);
-  std::fill_n(found + inside, kWidth - inside, kNothing);
-  if (!mask) return load(found);
   const int64_t size = task.mask_type == kBool ? 1 : task.mask_type == kBFloat16 ? 2 : 4;
-  alignas(64) uint8_t own[4 * kWidth] = {};
-  if (inside) std::memcpy(own, mask + size * first, size * inside);
-  if (size == 1) return chosen(are_set(of_bytes(own)), load(found), splat(kNothing));
-  return load(found) + (size == 2 ? widened(own) : load(reinterpret_cast<const float*>(own)));
+  const void* own = mask ? mask + size * first : nullptr;
+  alignas(64) uint8_t copy[4 * kWidth];
+  if (task.length - first < kWidth) {
+    const int64_t inside = std::max<int64_t>(task.length - first, 0);
+    alignas(64) float found[kWidth];
+    store(found, scores);
+    std::fill_n(found + inside, kWidth - inside, kNothing);
+    scores = load(found);
+    std::fill_n(copy, 4 * kWidth, 0);
+    if (mask && inside) std::memcpy(copy, own, size * inside);
+    own = copy;
+  }
+  if (!mask) return scores;
+  if (size == 1) return chosen(are_set(of_bytes(static_cast<const uint8_t*>(own))), scores, splat(kNothing));
+  return scores + (size == 2 ? widened(own) : load(static_cast<const float*>(own)));
 }
 
 // Turns the scores of a row into weights, relative to its highest score so far.

@@ -30,11 +30,16 @@ namespace {
 #include "vectors.h"
 
 // Blocks of 8 or 4 bits, each followed by a scale of each output, float16, and with 4 bits by a least value. Long ones
-// have both as float32, and kHalves8 a second scale for the last 16 inputs in place of the least value.
-enum Format : int64_t { kInt8, kBlocks8, kBlocks4, kLong4, kLong8, kHalves8 };
-constexpr int64_t kSizes[] = {512, 512 + 32, 256 + 64, 256 + 128, 512 + 128, 512 + 128};  // bytes of a block
-constexpr bool in_4_bits(int64_t format) { return format == kBlocks4 || format == kLong4; }
+// have both as float32, and kHalves8 a second scale for the last 16 inputs in place of the least value. Words are in the
+// order of four_bits_avx512.h, for bfloat16 alone.
+enum Format : int64_t { kInt8, kBlocks8, kBlocks4, kLong4, kLong8, kHalves8, kWords4, kLongWords4, kFormats };
+constexpr int64_t kSizes[] = {512, 512 + 32, 256 + 64, 256 + 128, 512 + 128, 512 + 128, 256 + 64, 256 + 128};  // of a block
+constexpr bool in_words(int64_t format) { return format >= kWords4; }
+constexpr bool in_4_bits(int64_t format) { return format == kBlocks4 || format == kLong4 || in_words(format); }
 constexpr int kOutputs = 16, kInputs = 32, kPairs = 16, kMostRows = 32;
+constexpr int64_t of_scales(int64_t format) { return kSizes[format] - kOutputs * kInputs / (in_4_bits(format) ? 2 : 1); }
+
+constexpr int kLine = 64, kOfLine = 4;  // bytes and outputs of a line of words
 
 struct Task {
   const void* x;         // [rows, inputs]
@@ -60,6 +65,9 @@ INLINE void write(const Task& task, int64_t row, int64_t first, Floats sums) {
   put<T>(static_cast<T*>(task.y) + row * task.outputs + first, sums);
 }
 
+template <int64_t F>
+void by_words(const Task& task, int64_t begin, int64_t end);
+
 #if defined(__AVX512BF16__)
 #include "products_avx512.h"
 #include "four_bits_avx512.h"
@@ -67,23 +75,21 @@ INLINE void write(const Task& task, int64_t row, int64_t first, Floats sums) {
 #include "products_avx2.h"
 #endif
 
-// Whether copies of a format are laid out in words (four_bits_avx512.h), which one that has tiles does not read.
-bool in_words(int64_t format) { return kWidth == 16 && in_4_bits(format) && !has_tiles(); }
-
 template <int64_t F>
 void run(const Task& task, bool half, bool with_tiles) {
   const int64_t groups = task.outputs / kOutputs;
   const int64_t grain = std::max<int64_t>(1, 32768 / (task.inputs * kOutputs));
   parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
+    if constexpr (in_words(F)) {
+      if constexpr (kHasWords) by_words<F>(task, begin, end);
+    } else if (!half) {
+      wide<F, false>(task, begin, end);
+    } else {
 #if defined(__AVX512BF16__)
-    if constexpr (in_4_bits(F))
-      if (in_words(F)) return half ? by_words<F, true>(task, begin, end) : by_words<F, false>(task, begin, end);
+      if (with_tiles) return task.rows > 16 ? tiles<F, true>(task, begin, end) : tiles<F, false>(task, begin, end);
 #endif
-    if (!half) return wide<F, false>(task, begin, end);
-#if defined(__AVX512BF16__)
-    if (with_tiles) return task.rows > 16 ? tiles<F, true>(task, begin, end) : tiles<F, false>(task, begin, end);
-#endif
-    wide<F, true>(task, begin, end);
+      wide<F, true>(task, begin, end);
+    }
   });
 }
 
@@ -92,18 +98,15 @@ Tensor product(const Tensor& x, const Tensor& blocks, const Maybe& scales,
   const int64_t inputs = x.size(-1), rows = inputs ? x.numel() / inputs : 0;
   const bool half = x.scalar_type() == kBFloat16;
   CHECK(half || x.scalar_type() == kFloat, "expected bfloat16 or float32");
-  CHECK(format >= 0 && format <= kHalves8 && inputs % kInputs == 0 && outputs % kOutputs == 0, "no such layout");
+  CHECK(format >= 0 && format < kFormats && inputs % kInputs == 0 && outputs % kOutputs == 0, "no such layout");
+  CHECK(!in_words(format) || (half && kHasWords), "expected bfloat16 and AVX-512 for this layout");
   CHECK(blocks.numel() == outputs / kOutputs * (inputs / kInputs) * kSizes[format], "not of this shape");
   CHECK(blocks.is_contiguous() && (format != kInt8 || (scales && scales->numel() == outputs)), "no scales");
   CHECK(!bias || (bias->numel() == outputs && bias->scalar_type() == x.scalar_type() && bias->is_contiguous()),
               "no such bias");
   Sizes sizes = x.sizes();
   sizes.back() = outputs;
-  const Tensor y = empty(sizes, x.scalar_type());
-  Tensor from = kPairsOfHalves || !half ? x.contiguous() : copied(x, kFloat);
-#if defined(__AVX512BF16__)
-  if (!half && in_words(format)) from = evens_first(from);
-#endif
+  const Tensor y = empty(sizes, x.scalar_type()), from = kPairsOfHalves || !half ? x.contiguous() : copied(x, kFloat);
   Task task{from.data(), blocks.data<uint8_t>(), scales ? scales->data<float>() : nullptr,
             bias ? bias->data() : nullptr, y.data(), 0, inputs, outputs};
   const int64_t size = half ? 2 : 4, size_of_x = from.element_size();
@@ -113,8 +116,8 @@ Tensor product(const Tensor& x, const Tensor& blocks, const Maybe& scales,
     part.x = static_cast<const char*>(task.x) + row * inputs * size_of_x;
     part.y = static_cast<char*>(task.y) + row * outputs * size;
     const bool with_tiles = half && by_tiles && has_tiles();
-    constexpr decltype(&run<kInt8>) runs[] = {run<kInt8>,  run<kBlocks8>, run<kBlocks4>,
-                                              run<kLong4>, run<kLong8>,   run<kHalves8>};
+    constexpr decltype(&run<kInt8>) runs[] = {run<kInt8>,  run<kBlocks8>, run<kBlocks4>, run<kLong4>,
+                                              run<kLong8>, run<kHalves8>, run<kWords4>,  run<kLongWords4>};
     runs[format](part, half, with_tiles);
   }
   return y;
@@ -165,7 +168,7 @@ const Library library(
       "(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int outputs, int format, bool by_tiles) -> Tensor",
       Operator<&product>::run},
      {"sums", "(Tensor rows, int parts) -> Tensor", Operator<&sums>::run},
-     {"blocks_of", "(Tensor raw, Tensor weight, Tensor order, int kind) -> Tensor", Operator<&blocks_of>::run},
+     {"blocks_of", "(Tensor raw, Tensor weight, Tensor order, int kind) -> (Tensor, int)", Operator<&blocks_of>::run},
      {"attend", "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor",
       Operator<&attend>::run},
      {"decode",

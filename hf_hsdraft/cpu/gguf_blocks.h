@@ -82,9 +82,8 @@ INLINE W bits_of(float value) {
 
 // Lays a row out, its `lane` of 16 in a group, and returns whether its weights, by their bits, are these.
 template <int64_t K, typename W>
-bool lay_out(const uint8_t* raw, const W* weight, uint8_t* group, int lane, int64_t parts) {
-  constexpr int64_t F = kSources[K].format, size = kSizes[F], of_scales = size - (in_4_bits(F) ? 256 : 512);
-  const bool words = in_words(F);
+bool lay_out(const uint8_t* raw, const W* weight, uint8_t* group, int lane, int64_t parts, bool words) {
+  constexpr int64_t F = kSources[K].format, size = kSizes[F];
   constexpr W magnitude = static_cast<W>(~W(0)) >> 1;
   uint32_t wrong = 0;
   for (int64_t part = 0; part < parts; ++part, weight += kInputs) {
@@ -96,14 +95,10 @@ bool lay_out(const uint8_t* raw, const W* weight, uint8_t* group, int lane, int6
                                               : numbers[i] * (i < 16 ? found.factor : found.added));
       wrong |= (bits | weight[i]) & magnitude ? bits ^ weight[i] : 0;
     }
-    uint8_t* scales = words ? group + part * of_scales : blocks + size - of_scales;
+    uint8_t* scales = words ? group + part * of_scales(F) : blocks + size - of_scales(F);
     if (words) {
-#if defined(__AVX512BF16__)
-      for (int i = 0; i < kInputs; ++i) {
-        uint8_t* byte = place_in_words<F>(group, parts, part, lane, i);
-        *byte = lane % 2 ? *byte | numbers[i] << 4 : numbers[i];
-      }
-#endif
+      uint8_t* line = group + of_scales(F) * parts + (lane / kOfLine * parts + part) * kLine + lane % kOfLine / 2;
+      for (int i = 0; i < kInputs; ++i, line += 2) *line = lane % 2 ? *line | numbers[i] << 4 : numbers[i];
     } else if constexpr (in_4_bits(F)) {
       for (int pair = 0; pair < kPairs; pair += 2)
         for (int i = 0; i < 2; ++i)
@@ -125,13 +120,13 @@ bool lay_out(const uint8_t* raw, const W* weight, uint8_t* group, int lane, int6
 
 template <int64_t K, typename W>
 bool lay_all_out(const uint8_t* raw, const void* weight, const int64_t* order, uint8_t* to, int64_t outputs,
-                 int64_t inputs) {
+                 int64_t inputs, bool words) {
   const int64_t raw_row = inputs / kSources[K].weights * kSources[K].bytes, parts = inputs / kInputs;
   std::atomic<bool> same{true};
   parallel_for(0, outputs / kOutputs, 4, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * kOutputs; row < end * kOutputs && same; ++row)
       if (!lay_out<K>(raw + order[row] * raw_row, static_cast<const W*>(weight) + row * inputs,
-                      to + row / kOutputs * parts * kSizes[kSources[K].format], row % kOutputs, parts))
+                      to + row / kOutputs * parts * kSizes[kSources[K].format], row % kOutputs, parts, words))
         same = false;
   });
   return same;
@@ -143,8 +138,9 @@ constexpr decltype(&lay_all_out<kQ8_0, W>) kLayOut[] = {
     lay_all_out<kQ8_0, W>,   lay_all_out<kQ4_0, W>, lay_all_out<kQ4_1, W>, lay_all_out<kQ5_0, W>, lay_all_out<kQ5_1, W>,
     lay_all_out<kIQ4_NL, W>, lay_all_out<kQ4_K, W>, lay_all_out<kQ5_K, W>, lay_all_out<kQ6_K, W>};
 
-// `raw` is [outputs, bytes]; row i of `weight`, bfloat16 or float32, is row order[i] of it. Empty if the weights differ.
-Tensor blocks_of(const Tensor& raw, const Tensor& weight, const Tensor& order, int64_t kind) {
+// `raw` is [outputs, bytes]; row i of `weight`, bfloat16 or float32, is row order[i] of it. The copy, which is empty if the
+// weights differ, and its format.
+std::tuple<Tensor, int64_t> blocks_of(const Tensor& raw, const Tensor& weight, const Tensor& order, int64_t kind) {
   CHECK(kind >= 0 && kind <= kQ6_K, "no such blocks");
   const Source source = kSources[kind];
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
@@ -154,8 +150,10 @@ Tensor blocks_of(const Tensor& raw, const Tensor& weight, const Tensor& order, i
   const auto type = weight.scalar_type();
   CHECK(type == kBFloat16 || type == kFloat, "expected bfloat16 or float32");
   Tensor blocks = empty({outputs / kOutputs, inputs / kInputs, kSizes[source.format]}, raw.scalar_type());
+  const bool words = kHasWords && !has_tiles() && type == kBFloat16 && in_4_bits(source.format);
   const auto lay = type == kFloat ? kLayOut<uint32_t>[kind] : kLayOut<uint16_t>[kind];
   const bool same = lay(raw.data<uint8_t>(), weight.data(), order.data<int64_t>(),
-                        blocks.data<uint8_t>(), outputs, inputs);
-  return same ? blocks : empty({0}, kByte);
+                        blocks.data<uint8_t>(), outputs, inputs, words);
+  const int64_t format = !words ? source.format : source.format == kBlocks4 ? kWords4 : kLongWords4;
+  return {same ? blocks : empty({0}, kByte), format};
 }

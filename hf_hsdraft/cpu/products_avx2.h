@@ -2,6 +2,7 @@
 #pragma once
 
 constexpr bool kPairsOfHalves = false;  // whether bfloat16 is multiplied as it is
+constexpr bool kHasWords = false;
 bool has_tiles() { return false; }
 bool is_quick() { return true; }
 

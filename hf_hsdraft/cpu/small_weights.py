@@ -19,8 +19,8 @@ from .private_operators import integers
 
 OUTPUTS, INPUTS = 16, 32  # of a block
 INT8 = 0  # format of few_rows.cpp: bare numbers
-# Blocks of GGUF files in the order of few_rows.cpp, with its format for each
-BLOCKS = {"Q8_0": 1, "Q4_0": 2, "Q4_1": 2, "Q5_0": 1, "Q5_1": 4, "IQ4_NL": 1, "Q4_K": 3, "Q5_K": 4, "Q6_K": 5}
+# Blocks of GGUF files, in the order of gguf_blocks.h
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
 _SAME = 1e-4  # distance of two products in float32, relative to their size; rounded inputs are 100 times apart
 
 
@@ -32,7 +32,7 @@ class SmallCopy:
         operators: their namespace.
         blocks: `[outputs / 16, inputs / 32, bytes of a block]`, uint8.
         scales: `[outputs]`, float32, of `INT8`; otherwise `None`.
-        format: `INT8`, or one of the values of `BLOCKS`.
+        format: of few_rows.cpp.
     """
 
     operators: Any
@@ -45,7 +45,7 @@ class SmallCopy:
         return self.blocks.shape[0] * OUTPUTS
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, by_tiles: bool = True) -> torch.Tensor:
-        """x W^T + b of `[..., inputs]`, bfloat16 or float32; `bias` has the same dtype, and is contiguous.
+        """x W^T + b of `[..., inputs]`, of the weight's dtype; `bias` has the same dtype, and is contiguous.
 
         Args:
             by_tiles: whether bfloat16 is multiplied by AMX where that is present.
@@ -73,8 +73,8 @@ def in_blocks(
     Row i of the weight is row `order[i]` of the blocks; `None` if their numbers differ.
     """
     order = torch.arange(len(weight)) if order is None else order
-    blocks = found.blocks_of(raw, weight, order, list(BLOCKS).index(kind))
-    return SmallCopy(found, blocks, None, BLOCKS[kind]) if blocks.numel() else None
+    blocks, format = found.blocks_of(raw, weight, order, BLOCKS.index(kind))
+    return SmallCopy(found, blocks, None, format) if blocks.numel() else None
 
 
 def joined(copies: Sequence[SmallCopy]) -> SmallCopy | None:
@@ -92,17 +92,17 @@ def _multiplies(found: Any) -> bool:
     """Whether products of numbers that are exact in each dtype are right, in all formats."""
     outputs, inputs = 3 * OUTPUTS, 256
     numbers, bias = integers(outputs, inputs), integers(outputs)
-    scales = 2.0 ** integers(outputs)
-    copies: list[SmallCopy | None] = [in_int8(found, numbers.to(torch.int8), scales)]
-    for kind, blocks in _blocks_of(numbers.view(outputs, -1, INPUTS)).items():
-        copies.append(in_blocks(found, kind, blocks.flatten(1), numbers.bfloat16()))
-    for rows in (1, 3, 4, 5, 17):  # each way to multiply: few rows directly, then by panels; a tile, two of them
-        x = integers(rows, inputs)
-        for copy in copies:
-            if copy is None:
-                return False
-            expected = F.linear(x, numbers) * (scales if copy.format == INT8 else 1.0) + bias
-            for dtype in (torch.bfloat16, torch.float32):
+    scales, held = 2.0 ** integers(outputs), _blocks_of(numbers.view(outputs, -1, INPUTS))
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = numbers.to(dtype)
+        copies: list[SmallCopy | None] = [in_int8(found, numbers.to(torch.int8), scales)]
+        copies += [in_blocks(found, kind, blocks.flatten(1), weight) for kind, blocks in held.items()]
+        for rows in (1, 3, 4, 5, 17):  # each way to multiply: few rows directly, then by panels; a tile, two of them
+            x = integers(rows, inputs)
+            for copy in copies:
+                if copy is None:
+                    return False
+                expected = F.linear(x, numbers) * (scales if copy.format == INT8 else 1.0) + bias
                 if not torch.equal(copy(x.to(dtype), bias.to(dtype)), expected.to(dtype)):
                     return False
     return True

@@ -27,7 +27,7 @@ def operators():
     return found
 
 
-def made(operators, format: str, outputs: int, inputs: int) -> tuple[SmallCopy, torch.Tensor]:
+def made(operators, format: str, outputs: int, inputs: int, dtype=torch.bfloat16) -> tuple[SmallCopy, torch.Tensor]:
     """A copy, and the weight that it stands for, in float64."""
     numbers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
     if format == "int8":
@@ -35,7 +35,7 @@ def made(operators, format: str, outputs: int, inputs: int) -> tuple[SmallCopy, 
         return in_int8(operators, numbers, scales), numbers.double() * scales[:, None].double()
     blocks = random_blocks(format, outputs, inputs)
     weight = dequantised(format, blocks)
-    copy = in_blocks(operators, format, blocks, weight.bfloat16())
+    copy = in_blocks(operators, format, blocks, weight.to(dtype))
     assert copy is not None
     return copy, weight.double()
 
@@ -78,9 +78,9 @@ def test_sums_of_words(operators, dtype, parts):
 @pytest.mark.parametrize("by_tiles", [True, False])
 @torch.no_grad()
 def test_products_are_those_of_the_weight(operators, format, rows, by_tiles):
-    torch.manual_seed(rows)
-    copy, weight = made(operators, format, 48, 512)
     for dtype, bound in ((torch.bfloat16, 2.0**-8), (torch.float32, 2e-6)):
+        torch.manual_seed(rows)
+        copy, weight = made(operators, format, 48, 512, dtype)
         x, bias = torch.randn(rows, 512).to(dtype), torch.randn(48).to(dtype)
         # In blocks, each weight is rounded to the dtype first, as a target's dequantised ones are.
         exact = weight if format == "int8" else weight.float().to(dtype).double()
@@ -237,6 +237,14 @@ def test_tensors_of_another_dtype_are_refused(operators):
         given = {"x": torch.ones(1, 32), "blocks": blocks, "scales": torch.ones(16), "bias": None, **wrong}
         with pytest.raises(RuntimeError, match="dtype"):
             KERNEL.operators().product(**given, outputs=16, format=INT8, by_tiles=False)
+
+
+def test_a_copy_of_bfloat16_in_words_takes_no_float32(operators):
+    copy, _ = made(operators, "Q4_1", 16, 32)
+    if copy.format == made(operators, "Q4_1", 16, 32, torch.float32)[0].format:
+        pytest.skip("copies have one layout here")
+    with pytest.raises(RuntimeError, match="expected bfloat16"):
+        copy(torch.ones(1, 32))
 
 
 def test_a_torch_without_the_stable_interface_has_no_operators(monkeypatch):
