@@ -363,7 +363,7 @@ def learned(tmp_path_factory):
     """By reading of `norm_output`: files that do not tell it, of a drafter that has learned a text by it."""
     torch.manual_seed(0)
     target, prompt, depth = eagle_target(), torch.tensor([[5, 9, 11, 3, 40, 41, 42]]), 4
-    text = target.generate(prompt, max_new_tokens=128, do_sample=False)[0]
+    text = target.generate(prompt, max_new_tokens=64, do_sample=False)[0]
     taps, following = taps_of(target, text.tolist(), (2, 4, 5))[:-1], text[1:]
     embeds = target.get_input_embeddings()(following).detach()
     starts = torch.arange(len(taps) - depth)
@@ -372,7 +372,7 @@ def learned(tmp_path_factory):
         config = EagleConfig.for_target(target, target_tap_layers=(2, 4, 5), norm_output=normed)
         drafter = EagleDrafter(config)
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-        for _ in range(80):
+        for _ in range(60):
             states = drafter(taps, embeds, torch.arange(len(taps)), starts, None, depth, None, embeds[places])
             logits = torch.stack([drafter.logits(state) for state in states.hidden_states], dim=1)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), following[places + 1].flatten())
@@ -392,7 +392,7 @@ def test_which_state_is_fed_back_is_tried_where_the_files_do_not_tell(learned, n
     chain = {"beam_width": 1, "tree_size": 5, "num_assistant_tokens": 4, "ngram_length": 0, "tree_sizing": "fixed"}
 
     def rounds(drafter):
-        call = {"max_new_tokens": 128, "do_sample": False, "return_dict_in_generate": True}
+        call = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True}
         output = target.generate(prompt, assistant_model=drafter, **call)
         assert torch.equal(output.sequences[0], text)
         return output.statistics.rounds
