@@ -20,8 +20,6 @@ class HSCandidateGenerator(CandidateGenerator):
     A chain is verified by the target's choices, which is exact for greedy decoding and sampling.
 
     Args:
-        options: has `num_assistant_tokens`, `assistant_confidence_threshold`, `reuse` and `reuse_weight` as attributes;
-            `drafter.generation_config` by default.
         max_length: limit of the sequence, drafts included.
 
     Attributes:
@@ -30,10 +28,8 @@ class HSCandidateGenerator(CandidateGenerator):
 
     requires_model_outputs = True
 
-    def __init__(
-        self, drafter: HSDraftNetwork, weights: TargetWeights, options: Any = None, max_length: int | None = None
-    ) -> None:
-        config, options = drafter.config, drafter.generation_config if options is None else options
+    def __init__(self, drafter: HSDraftNetwork, weights: TargetWeights, max_length: int | None = None) -> None:
+        config, options = drafter.config, drafter.generation_config
         self.drafter, self.weights = drafter, weights
         self.draws: PlainDraws | None = None
         self.model_kwargs_overrides = {"output_hidden_states": list(config.target_tap_layers)}
