@@ -414,7 +414,9 @@ def test_a_path_is_a_folder_even_if_it_is_called_mtp(checkpoint, tmp_path, monke
         assert type(by_name.drafter_of(target, name)) is kind
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_moe_text", "bailing_hybrid", "inkling_text"])
+@pytest.mark.parametrize(
+    "model_type", ["glm4_moe", "qwen3_5_moe_text", "bailing_hybrid", "inkling_text", "qwen4_exp_text"]
+)
 def test_the_table_says_what_the_layers_of_a_type_do(model_type):
     if model_type not in {each for each, *_ in types_with_layers()}:
         pytest.skip("transformers has no such type")

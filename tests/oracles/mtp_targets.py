@@ -75,7 +75,7 @@ def counting(model_type: str, count: int, right: bool = True) -> tuple[Any, MtpM
     generator = torch.Generator().manual_seed(2)
     for module in (target, layers):
         for name, weight in module.named_parameters():
-            if any(part in name for part in ("o_proj", "down_proj", "out_proj", ".dense.")):
+            if any(part in name for part in ("o_proj", "down_proj", "out_proj", ".dense.", "input_mix_weight_up")):
                 weight.zero_()
             elif "norm" in name and weight.dim() == 1:
                 weight.fill_(0.0 if float(weight.abs().max()) == 0 else 1.0)
@@ -83,9 +83,13 @@ def counting(model_type: str, count: int, right: bool = True) -> tuple[Any, MtpM
     target.get_output_embeddings().weight.copy_(embeddings.roll(1, 0))
     layers.tie_with_main_model(target)
     for layer in layers.layers:
-        halves = layer.eh_proj.weight.zero_()
-        width = halves.shape[0]
-        of_embedding = halves.split(width, dim=1)[bool(getattr(layers.config, "mtp_hidden_states_first", False))]
+        width = layers.config.hidden_size
+        if hasattr(layer.eh_proj, "fc_hidden"):  # of several streams
+            layer.eh_proj.fc_hidden.weight.zero_()
+            of_embedding = layer.eh_proj.fc_embedding.weight
+        else:
+            halves = layer.eh_proj.weight.zero_().split(width, dim=1)
+            of_embedding = halves[bool(getattr(layers.config, "mtp_hidden_states_first", False))]
         of_embedding.copy_(torch.eye(width) if right else torch.randn(width, width, generator=generator))
     return target, layers
 

@@ -34,6 +34,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_local_experts|num_experts|n_routed_experts|moe_num_experts|num_moe_experts)$", 4),
     (r"n_shared_experts|moe_num_shared_experts|n_group$|topk_group|num_expert_group", 1),
     (r"(index_topk|keep_window_size|log_scaling_n_floor)$", 24),  # reached within a few tokens
+    (r"(index_kpool|index_block_size)$", 4),
     (r"floor_scale$", 32),
     (r"(sliding_window|attention_window_size|attention_chunk_size|window_size)$", 8),
     (r"(max_position_embeddings|n_positions|(target|source)_positions|n_ctx|max_seq_len|seq_length)$", 256),
@@ -46,6 +47,11 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(state_size|mamba_d_state|ssm_state_size|d_state|mamba_d_ssm|time_step_rank|mamba_dt_rank)$", 16),
     (r"(n_groups|mamba_n_groups)$", 1),
 )
+# Sizes that a configuration class leaves open, and that files have.
+_OPEN = {
+    "head_dim": 8, "num_key_value_heads": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+    "indexer_budget": 24, "indexer_compress_ratio": 4,
+}  # fmt: skip
 _STD = re.compile(r"(initializer_range|init_std|initializer_factor|initializer_range_mlp)$")
 
 
@@ -79,6 +85,8 @@ def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any
             fields[name] = 1.0 if "factor" in name else 0.2
         elif isinstance(value, int) and not isinstance(value, bool):
             small = next((size for pattern, size in _SIZES if re.search(pattern, name)), value)
+            if value == 0 and name.endswith("head_dim"):  # without a rotary embedding
+                small = 0
             if latent and name == "num_key_value_heads":
                 small = 4
             if re.search(r"token_(id|index)$", name) and small >= VOCABULARY:
@@ -86,8 +94,8 @@ def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any
             fields[name] = None if name == "eos_token_id" else small
         elif name == "eos_token_id":
             fields[name] = None
-        elif value is None and name in ("head_dim", "num_key_value_heads"):
-            fields[name] = 8 if name == "head_dim" else 4
+        elif value is None and name in _OPEN:
+            fields[name] = _OPEN[name]
         elif name == "attention_types":
             fields[name] = [[["global", "local"], _LAYERS // 2]]
         elif name == "is_decoder":
