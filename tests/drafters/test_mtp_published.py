@@ -62,8 +62,9 @@ def test_texts_with_published_layers_are_those_of_plain_decoding(name, tmp_path)
     call = {"max_new_tokens": 12, "do_sample": False}
     drafted = target.generate(**inputs, **call, assistant_model="mtp")
     assert drafted.tolist() == target.generate(**inputs, **call).tolist()
-    [found, *_], _ = find(TargetInfo.of_model(target, local_files_only=True), local_files_only=True)
-    assert found.kind == "MtpDrafter"
+    for info in (TargetInfo.of_model(target, local_files_only=True), TargetInfo.of_name(str(tmp_path), "", True)):
+        [found, *_], _ = find(info, local_files_only=True)
+        assert found.kind == "MtpDrafter"
 
 
 def test_layers_alone_in_their_files_draft_as_those_in_the_targets(tmp_path):
@@ -112,10 +113,11 @@ def test_missing_tensors_have_the_names_of_the_files(left_out, told, tmp_path):
         target.generate(torch.ones(1, 4, dtype=torch.int64), assistant_model="mtp")
 
 
-def test_a_target_that_is_given_as_its_own_drafter_is_told_how_to_draft(tmp_path):
-    case = next(case for case in mtp_parity.CASES if case.model_type == "deepseek_v3")
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm5_next"])
+def test_a_target_that_is_given_as_its_own_drafter_is_told_how_to_draft(model_type, tmp_path):
+    case = next(case for case in mtp_parity.CASES if case.model_type == model_type)
     target = mtp_parity.published(case, tmp_path).target
-    told = r"own prediction heads \(model\.layers\..*load it as the target, and pass assistant_model=\"mtp\""
+    told = r"own prediction heads \(model\.(language_model\.)?layers\..*load it as the target, and pass assistant_model=\"mtp\""
     with pytest.raises(ValueError, match=told):
         AutoDrafter.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=told):

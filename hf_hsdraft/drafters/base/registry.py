@@ -7,6 +7,7 @@ be there.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -19,7 +20,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
 
 from ...core.checks import are_ascending, few, misfit_of, printable, public_name
 from ...core.kept import kept_with
@@ -283,7 +291,7 @@ class TargetInfo:
 
     @cached_property
     def parameters(self) -> int | None:
-        """Number of parameters; None if transformers has no causal language model of this configuration."""
+        """Number of parameters; None if transformers has no language model of this configuration."""
         model = self.model if self.model is not None else empty_model(self.config)
         return None if model is None else sum(parameter.numel() for parameter in model.parameters())
 
@@ -303,12 +311,12 @@ def _bases(place: str) -> set[str]:
 
 
 def empty_model(config: Any) -> Any:
-    """Builds a causal language model on the meta device, without weights; None if transformers cannot."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception:  # configurations of other models, of code elsewhere, or incomplete ones
-        return None
+    """Builds a language model, with or without images, on the meta device; None if transformers cannot."""
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        # Configurations of other models, of code elsewhere, or incomplete ones
+        with contextlib.suppress(Exception), torch.device("meta"):
+            return kind.from_config(config, trust_remote_code=False)
+    return None
 
 
 def misfit(config: Any, target: Any) -> str:

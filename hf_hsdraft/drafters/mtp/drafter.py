@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -234,7 +234,10 @@ def _why_refused(checkpoint: Checkpoint) -> str:
     )
 
 
-register_refusal(
-    "target with layers for multi-token prediction", 71, _why_refused, with_fields("hidden_size", "vocab_size")
-)
+def _may_be_refused(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config")  # beside images
+    return with_fields("hidden_size", "vocab_size")(text if isinstance(text, Mapping) else config)
+
+
+register_refusal("target with layers for multi-token prediction", 71, _why_refused, _may_be_refused)
 register_finder("mtp", _found)
