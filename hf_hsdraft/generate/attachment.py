@@ -227,7 +227,8 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str] | None = None, 
 
 def detach(model: Any) -> None:
     """Ends the attachment of a model, if there is one."""
-    _attachments(decoding_model(model)).clear()
+    with _changing:
+        _attachments(decoding_model(model)).clear()
 
 
 def attached(model: Any) -> Attachment | None:

@@ -460,11 +460,14 @@ def test_an_adapter_is_pushed_without_its_drafter_and_without_paths_of_this_mach
     found = bench.child(
         ALONE * (not package)
         + f"""
+from pathlib import Path
 from peft import LoraConfig
 drafter, plain = {load}, {load}
 drafter.add_adapter(LoraConfig(r=2, target_modules=["fuse"]))
 drafter.push_to_hub("{name}")
 drafter.save_pretrained("{name}", push_to_hub=True, repo_id="{name}-2")
+(Path("{name}") / "training_recipe.json").write_text(json.dumps({{"adapter_name": "code", "adapts": "drafter"}}))
+drafter.save_pretrained("{name}", push_to_hub=True, repo_id="{name}-of-a-run")
 plain.load_adapter("{name}")
 answer(tokens(assistant_model=plain))
 """,
@@ -480,6 +483,8 @@ answer(tokens(assistant_model=plain))
         assert set(files) - {".gitattributes"} == {"adapter_config.json", "adapter_model.safetensors"}
         assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "drafter"
         assert str(bench.folder).encode() not in b"".join([*files.values(), card.encode()])
+    recipes = {file for file in bench.hub.files(f"{name}-of-a-run") if file.endswith("training_recipe.json")}
+    assert recipes == ({"code/training_recipe.json"} if package else set())
 
 
 def test_a_named_adapter_of_a_run_is_pushed_into_its_folder(bench):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from ...hub.code_files import ENTRY, PLACE
 from ...hub.drafter_files import (
     CONFIG,
     DESCRIBED,
+    DOCUMENTS,
     OPTIONS,
     check_is_drafter,
     check_weights,
@@ -29,7 +31,6 @@ from ...hub.drafter_files import (
     tensors,
 )
 from ...hub.publication import complete
-from ...verify.registry import COMMON_OPTIONS
 from .draft_options import default_options, option_names
 from .protocol import check_sizes
 from .saved_drafter import Placement, SavedDrafter, give_options, refuse_unknown, stored_options
@@ -42,7 +43,7 @@ def _name_nearest(kind: str, error: TypeError, given: Collection[str], fields: C
     name = next((name for name in given if f"unexpected keyword argument '{name}'" in str(error)), None)
     if name is None:
         return
-    near = nearest_option(name, {*fields, *COMMON_OPTIONS})
+    near = nearest_option(name, fields)
     hint = f"the nearest is {near}" if is_misspelt(name, near) else "expected one of transformers' from_pretrained"
     raise TypeError(f"{kind}.from_pretrained has no argument {printable(name)}: {hint}") from error
 
@@ -229,6 +230,9 @@ class PretrainedDrafter(PreTrainedModel, SavedDrafter):
         if getattr(self, "_hf_peft_config_loaded", False) or not self.should_save_on_this_rank(is_main_process):
             self.check_options()
             self.write(place, **kwargs)
+            for name in DOCUMENTS if place != folder else ():  # an adapter's recipe may name its place on the Hub
+                if (folder / name).is_file():
+                    shutil.copyfile(folder / name, place / name)
         else:
             super().save_files(place, folder, **kwargs)
 
