@@ -68,11 +68,10 @@ def all_columns() -> Iterator[None]:
     from unittest.mock import patch
 
     from hf_hsdraft.drafters.base import tree_session
-    from hf_hsdraft.drafters.block import drafter
     from hf_hsdraft.drafters.hidden_state import quick_weights
 
     with contextlib.ExitStack() as stack:
-        for module in (tree_session, drafter, quick_weights):
+        for module in (tree_session, quick_weights):
             stack.enter_context(patch.object(module, "LIKELY_COLUMNS", 2**30))
         yield
 

@@ -23,12 +23,12 @@ from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.systems import System
 from hf_hsdraft.cli import _try
+from hf_hsdraft.core.kept import kept_with
 from hf_hsdraft.core.stand_ins import Placed
 from hf_hsdraft.cpu import packed_weights as module
 from hf_hsdraft.cpu.packed_weights import PackedWeights, has_kernel, linears_to_pack
 from hf_hsdraft.drafters.hidden_state import modeling_hsdraft
 from hf_hsdraft.methods import round_profile as profile
-from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.pacing import MeasuredCosts
 
 TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if has_kernel(torch.ones(1, 1, dtype=dtype))]
@@ -556,7 +556,7 @@ def test_costs_are_those_of_packed_weights(target, packings, tuned):
     echo = CachebackDrafter([text(target, max_new_tokens=200)[0].tolist()])
     for _ in range(3):
         text(target, echo, max_new_tokens=200)
-    known = {kind.packed: costs for kind, costs in pacing._known[target].items()}
+    known = {kind.packed: costs for kind, costs in kept_with(target, "costs", dict).items()}
     assert packings and set(known) == {True, False}
     assert known[True].plain is not None and known[True].widest > 0
 

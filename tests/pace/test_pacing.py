@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.core.kept import kept_with
 from hf_hsdraft.engine import loop
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.pacing import Calibration, CostPace, Costs, Habits, KindOfCall, MeasuredCosts
@@ -278,7 +279,7 @@ def test_costs_are_measured_whatever_the_options(prompt, options, calls, tokens,
     drafter = measuring(target, **options)
     for _ in range(calls):
         target.generate(prompt.repeat(rows, 1), max_new_tokens=tokens, do_sample=False, assistant_model=drafter)
-    [measured] = pacing._known[target].values()
+    [measured] = kept_with(target, "costs", dict).values()
     assert measured.plain > 0 and measured.widest > 0 and measured.costs != MeasuredCosts().costs
 
 

@@ -38,9 +38,9 @@ from hf_hsdraft.training.data.inventing import invent_prompts, kind_of_openings
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import (
     choose_draft_vocabulary,
-    column_cost_of,
     paying_size,
 )
+from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.files import RowFolder
 from hf_hsdraft.training.loop.start import prepared
 
@@ -261,7 +261,7 @@ def test_a_column_costs_as_often_as_a_draft_reads_it(chatty):
         (eagle, 5 * 32),
         (make_drafter(chatty, num_draft_steps=2), 32),
     ):
-        assert column_cost_of(drafter, chatty) == pytest.approx(read / weights)
+        assert family_of(drafter).column_cost(drafter, chatty) == pytest.approx(read / weights)
 
 
 @pytest.mark.parametrize(
