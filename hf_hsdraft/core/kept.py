@@ -1,4 +1,4 @@
-"""What is known of objects, such as targets, for as long as they live. Nothing is set on the objects themselves."""
+"""Records of objects, such as targets, kept for as long as these live, without setting anything on them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _records: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictio
 
 
 def kept_with(owner: Any, name: str, made: Callable[[], Record]) -> Record:
-    """Returns the record of that name of an object, which is made when it is first asked for."""
+    """Returns an object's record of that name, made on first use. Threads that ask at once get the same one."""
     records = _records.setdefault(owner, {})
     return records[name] if name in records else records.setdefault(name, made())
