@@ -139,15 +139,15 @@ def lossy_rule(text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{name!r} is no lossy rule: expected some of {', '.join(lossy)}")
     own, options = {option.name: option for option in VERIFIERS[name].own_options}, {}
     for part in parts:
-        option, sign, text = part.partition("=")
-        if option in BESIDE and text.isdecimal():
-            options[option] = int(text)
+        option, sign, given = part.partition("=")
+        if option in BESIDE and given.isdecimal():
+            options[option] = int(given)
             continue
         if option not in own or not sign:
             raise ValueError(f"{name} has no option {part!r}: expected some of {', '.join([*own, *BESIDE])}, as a=b")
-        value: Any = text
-        with contextlib.suppress(ValueError):  # text is refused below
-            number = float(text)
+        value: Any = given
+        with contextlib.suppress(ValueError):  # `checked` refuses what is no number
+            number = float(given)
             value = int(number) if isinstance(own[option].default, int) and number.is_integer() else number
         options[option] = own[option].checked(value)
     return name, options

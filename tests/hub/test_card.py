@@ -271,6 +271,8 @@ def test_options_given_to_loading_go_before_the_stored_ones(folder):
     given = GenerationConfig(num_assistant_tokens=2, tree_size=3)
     drafter = HSDrafter.from_pretrained(folder, generation_config=given)
     assert (drafter.generation_config.num_assistant_tokens, drafter.generation_config.tree_size) == (2, 3)
+    drafter = HSDrafter.from_pretrained(folder, generation_config=given, num_assistant_tokens=1, tree_size=9)
+    assert (drafter.generation_config.num_assistant_tokens, drafter.generation_config.tree_size) == (1, 9)
     assert (given.num_assistant_tokens, given.tree_size) == (2, 3)
     (folder / "generation_config.json").write_text(json.dumps({"__class__": "str", "watermarking_config": 5}))
     HSDrafter.from_pretrained(folder).save_pretrained(folder)

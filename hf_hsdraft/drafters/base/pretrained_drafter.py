@@ -139,10 +139,10 @@ class PretrainedDrafter(PreTrainedModel, SavedDrafter):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.config.name_or_path = model.name_or_path = name
         model.loaded_from = folder
-        if kwargs.get("generation_config") is None:
-            shape = {name: value for name, value in overrides.items() if name in ("tree_size", "beam_width")}
-            for option, value in {**options, **shape}.items():
-                setattr(model.generation_config, option, value)
+        options = {} if kwargs.get("generation_config") is not None else options
+        shape = {name: value for name, value in overrides.items() if name in ("tree_size", "beam_width")}
+        for option, value in {**options, **shape}.items():
+            setattr(model.generation_config, option, value)
         give_options(model, {}, given)
         placement.place(model)
         return loaded
@@ -176,7 +176,7 @@ class PretrainedDrafter(PreTrainedModel, SavedDrafter):
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
         """Sets given drafting options; `from_pretrained` reads those beside the weights."""
         if generation_config is not None:
-            self.generation_config = generation_config
+            self.generation_config = copy.deepcopy(generation_config)
 
     def load_adapter(
         self, peft_model_id: str | None = None, adapter_name: str | None = None, *args: Any, **kwargs: Any

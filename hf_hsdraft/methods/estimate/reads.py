@@ -1,4 +1,4 @@
-"""The weights that a draft reads, for estimates. Drafters of methods say so by a method `reads(depth, width)`."""
+"""The weights that a draft reads, for estimates. Drafters of methods have a method `reads(depth, width)` for it."""
 
 from __future__ import annotations
 

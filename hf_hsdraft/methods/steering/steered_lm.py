@@ -44,7 +44,6 @@ _NO_STEERING = (
     "this SteeredLMDrafter has no steering yet: give it one by drafter.steer_by(steering), train one by `hsdraft train "
     "--family steered-lm`, or use its language model as CausalLMDrafter(model)"
 )
-
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
 
