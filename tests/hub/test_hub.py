@@ -32,7 +32,7 @@ EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
     f"custom_generate/{name}.py"
     for name in (
-        "candidate_generator", "checks", "configuration_hsdraft", "hub_entry", "network",
+        "candidate_generator", "checks", "configuration_hsdraft", "hub_entry", "kept", "network",
         "target_weights", "tensors", "travelling_config", "travelling_drafter", "trunk",
     )
 }  # fmt: skip
