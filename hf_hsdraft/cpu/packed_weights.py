@@ -41,8 +41,8 @@ RACED_PRODUCTS = 30
 # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
 PACKED_LEAST_NUMBERS = 2**16
 # Number of rows up to which quantised weights are multiplied as such; more take unpacked weights
-# - measured by small_products.py --rows 64,96,128, AMD EPYC without AMX: Q4_1 took 54, 81 and 108 ms, bfloat16
-# weights 62, 87 and 104; in float32, 96 rows took 0.74 of the time. Packed copies are quicker, and take memory.
+# - measured by small_products.py --rows 64,96,128, AMD EPYC without AMX: Q4_1 took 49, 74 and 96 ms, bfloat16
+# weights 74, 94 and 118; in float32, 96 rows took 0.74 of the time. Packed copies are quicker, and take memory.
 SMALL_ROWS = 96
 PACKED_BYTES = 2**31  # number of bytes of all copies in the process, unless they are asked for - by hand
 
