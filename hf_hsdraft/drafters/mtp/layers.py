@@ -226,7 +226,7 @@ def held_at(depth: int, used: int, deepest: int) -> range:
 def tie(model: MtpModel, target: Any) -> None:
     """Takes embedding, output head and rotary embedding of a target.
 
-    With a norm that is part of the embedding, as vLLM reads Inkling's layers; transformers leaves it out.
+    A norm that is part of the embedding (Inkling's) stays, as in vLLM; transformers leaves it out.
     """
     model.tie_with_main_model(target)
     model.embed_tokens = target.get_input_embeddings()

@@ -42,9 +42,9 @@ def choose_draft_vocabulary(
 def paying_size(conversations: Sequence[TokenizedConversation], vocab_size: int, column_cost: float) -> int:
     """Returns the size of a draft vocabulary that promises most tokens per second, 1 to `vocab_size`.
 
-    A token's logit costs `column_cost`, see the family's. A drafted token outside the vocabulary is wrong. Each half
-    of the conversations ranks tokens for the other half, on which coverage is measured. Tokens that neither has
-    are ranked by their ids, which tokenizers give by frequency.
+    A token's logit costs `column_cost`, see `TrainableFamily.column_cost`. A drafted token outside the vocabulary is
+    wrong. Each half of the conversations ranks tokens for the other half, on which coverage is measured. Tokens that
+    neither has are ranked by their ids, which tokenizers give by frequency.
     """
     halves = [answer_counts(conversations[start::2], vocab_size) for start in (0, 1)]
     covered = torch.zeros(vocab_size, dtype=torch.float64)
