@@ -26,6 +26,7 @@ from .layer_programs import Entry, Program, entry_of
 from .packed_weights import joined_product
 from .small_weights import KERNEL
 from .whole_layers import Chain, Group, Nothing, Watch, are_close, chains_of
+from .whole_model import WholeModel
 
 # Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
 COMPILED_LEAST_NUMBERS = 2**16
@@ -45,6 +46,7 @@ class CompiledLayers:
         asked_for: the option `compiled_layers`.
         may_pack: returns whether weights are packed, or may be in this call; layers of the common form wait for that.
         target: whose layers these are; what is found out about them is kept for its later calls.
+        model: what calls the layers in the target's forward.
 
     Attributes:
         running: whether a program or our operator runs.
@@ -57,11 +59,13 @@ class CompiledLayers:
         asked_for: bool | None,
         may_pack: Callable[[], bool] = lambda: False,
         target: Any = None,
+        model: Any = None,
     ) -> None:
         self._at_once, self._may_pack, self.running, self._groups = bool(asked_for), may_pack, False, list[Group]()
         self._chains, self.whole = list[Chain](), True
         self.inside, self.separate = frozenset[nn.Module](), _nothing
         self._layers: dict[Any, _Layer] = {}
+        self._model: dict[Any, WholeModel] = {}
         self._waiting: dict[str, tuple[Entry, nn.Module, Form]] = {}
         self._last: _Call | None = None
         if asked_for is False or sys.platform != "linux" or not layers:
@@ -84,6 +88,8 @@ class CompiledLayers:
             for place, layer in enumerate(chain.layers):
                 self._layers[layer].chain, self._layers[layer].place = chain, place
         self.inside = frozenset(linear for chain in self._chains for group in chain.groups for linear in group)
+        if model is not None and WholeModel.may_be(model, self._chains):
+            self._model[model] = WholeModel(model, self._chains[0], self.form_of, self.note)
 
     @contextlib.contextmanager
     def in_use(self, whole: bool = True, separate: Callable[[], None] = _nothing) -> Iterator[None]:
@@ -96,12 +102,19 @@ class CompiledLayers:
             separate()
             yield
             return
+        models = self._model if whole else {}
         try:
-            with standing_in(self._layers):
+            with standing_in({**models, **self._layers}, self._layers if models else ()) as place_layers:
+                for model in models.values():
+                    model.place_layers = place_layers
                 yield
         finally:
             for chain in self._chains:
                 chain.leave()
+
+    def note(self) -> None:
+        """Notes that a program or our operator has run."""
+        self.running = True
 
     def after_forward(self) -> bool:
         """Counts a forward, and returns whether layers run as programs from the next one on that did not before."""
@@ -174,7 +187,7 @@ class _Layer:
             output = self._by_program(layer, args, kwargs) if usual else output
             if output is NotImplemented:
                 return output
-        self._owner.running = True
+        self._owner.note()
         return _after_hooks(layer, args, kwargs, output) if self._hooks else output
 
     def _by_program(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -214,11 +214,12 @@ bool begins(const Tensor& room, const Tensor& held, int64_t more) {
          held.size(2) + more <= room.size(2);
 }
 
-// The outputs of each layer, then its keys and its values, which begin with those `held`; nothing where a room does not
-// fit. `parts` has kOfLayer tensors for each layer, `held` and `rooms` that of its keys and that of its values,
-// [B, key heads, slots, size].
+// The outputs of each layer, then its keys and its values, which begin with those `held`, then the norm of the last
+// output if its weight is given; nothing where a room does not fit. `parts` has kOfLayer tensors for each layer, `held`
+// and `rooms` that of its keys and that of its values, [B, key heads, slots, size].
 std::vector<Tensor> decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Maybe& mask,
-                               const std::vector<Maybe>& parts, const std::vector<Tensor>& held, const std::vector<Tensor>& rooms,
+                               const Maybe& last, const std::vector<Maybe>& parts, const std::vector<Tensor>& held,
+                               const std::vector<Tensor>& rooms,
                                const Sizes& formats, const Sizes& form, const std::vector<double>& scales) {
   const int64_t layers = rooms.size() / 2, texts = x.size(0), n = x.size(1);
   CHECK(form.size() == 6 && scales.size() == 3 && held.size() == rooms.size() && layers, "no such form");
@@ -250,6 +251,9 @@ std::vector<Tensor> decode(const Tensor& x, const Tensor& cos, const Tensor& sin
     outputs.push_back(type == kFloat ? run(Layer<float>{decoder, own, their})
                                          : run(Layer<uint16_t>{decoder, own, their}));
   }
+  const Tensor end = outputs.back();
   for (const Tensor& room : rooms) outputs.push_back(room.narrow(2, 0, length + n));
+  const auto norm = type == kFloat ? normed<float> : normed<uint16_t>;
+  if (last) outputs.push_back(norm(end, last, end.size(-1), decoder.eps, decoder.from_zero));
   return outputs;
 }

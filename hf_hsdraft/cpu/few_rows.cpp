@@ -172,7 +172,7 @@ const Library library(
      {"attend", "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor",
       Operator<&attend>::run},
      {"decode",
-      "(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor?[] parts, Tensor[] held, Tensor[] rooms,"
+      "(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor? last, Tensor?[] parts, Tensor[] held, Tensor[] rooms,"
       " int[] formats, int[] form, float[] scales) -> Tensor[]",
       Operator<&decode>::run, kAlsoPacked},
      {"roll_out",

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.activations import ACT2FN
 from transformers.utils import output_capturing
 
 from ..core.stand_ins import in_use
 from .few_queries import attends
 from .grouped_attention import is_known, joins_heads
-from .layer_form import MASK, Form, arguments_of, cache_of, read_of
+from .layer_form import MASK, arguments_of, cache_of, read_of
 from .packed_weights import SMALL_ROWS, PackedLinears
 from .small_weights import KERNEL, SmallCopy
 
@@ -74,10 +75,15 @@ class Watch:
         """Whether there is a change, or a hook that may see or change something."""
         if any(self._before) or not all(map(operator.is_, map(dict.get, self._held, self._names), self._values)):
             return True
-        return any(not all(map(_is_silent, hooks.values())) for hooks in filter(None, self._inside))
+        return any(not all(map(is_silent, hooks.values())) for hooks in filter(None, self._inside))
 
 
-def _is_silent(hook: Any) -> bool:
+def hooks_now() -> tuple[int, frozenset[str]]:
+    """What changes when a hook is registered anywhere, or when other outputs are captured."""
+    return RemovableHandle.next_id, frozenset(output_capturing._active_collector.get() or ())
+
+
+def is_silent(hook: Any) -> bool:
     """Whether a hook is one by which transformers captures outputs, of a kind that this forward does not capture."""
     if getattr(hook, "__module__", None) != output_capturing.__name__:
         return False
@@ -132,17 +138,13 @@ def _is_common(layer: Any) -> bool:
     if not any(name.startswith("self_attn.") for name in names):
         return False
     linears, norms = {name for group in _PRODUCTS for name in group}, set(filter(None, _norms_of(layer)))
-    if (
-        names != linears | norms
-        or len(norms) % 2
-        or not all(map(_is_transformers_own, set(map(type, layer.modules()))))
-    ):
+    if names != linears | norms or len(norms) % 2 or not all(map(is_transformers_own, set(map(type, layer.modules())))):
         return False
     module, config, attention = sys.modules[type(layer).__module__], layer.self_attn.config, layer.self_attn
     functions = [getattr(module, name, None) for name in ("apply_rotary_pos_emb", "rotate_half")]
     sizes = {attention.head_dim % 32, attention.o_proj.out_features % 16, layer.mlp.down_proj.in_features % 16}
     return (
-        all(map(_is_code_of_transformers, functions))
+        all(map(is_code_of_transformers, functions))
         and config._attn_implementation == "sdpa"
         and not layer.training
         and not getattr(config, "attn_logit_softcapping", None)
@@ -166,7 +168,7 @@ def _activation_of(layer: Any) -> int | None:
     return kinds[0] if kinds else None
 
 
-def _is_transformers_own(kind: type) -> bool:
+def is_transformers_own(kind: type) -> bool:
     """Whether a class is torch's linear layer, or a known model's of transformers, with its forward as it came."""
     if kind is nn.Linear:
         return True
@@ -174,10 +176,10 @@ def _is_transformers_own(kind: type) -> bool:
     known = place[:2] == ["transformers", "activations"] or (
         place[:2] == ["transformers", "models"] and place[2] in _MODELS
     )
-    return known and forward is not None and _is_code_of_transformers(forward)
+    return known and forward is not None and is_code_of_transformers(forward)
 
 
-def _is_code_of_transformers(function: Any) -> bool:
+def is_code_of_transformers(function: Any) -> bool:
     """Whether a function, and all that it wraps, is from a file of transformers."""
     while isinstance(function, types.FunctionType):
         if not Path(function.__code__.co_filename).is_relative_to(_CODE):
@@ -189,13 +191,22 @@ def _is_code_of_transformers(function: Any) -> bool:
 
 
 @dataclass
-class _Ahead:
-    """What was computed for layers that are called later."""
+class Ahead:
+    """What was computed for layers that are called later, or never."""
 
     outputs: Sequence[torch.Tensor]
     kwargs: dict[str, Any]
     states: list[tuple[Any, torch.Tensor, torch.Tensor]]  # each layer of the cache, and its keys and values then
+    normed: torch.Tensor | None = None  # the last output, if that was asked for
     next: int = 0
+
+    def enter(self) -> None:
+        """Puts all keys and values into the cache."""
+        for layer, keys, values in self.states:
+            layer.keys, layer.values = keys, values
+
+
+Parts = tuple[list[Any], list[int]]  # the tensors of all layers, and the formats of their products' copies
 
 
 class Chain:
@@ -203,30 +214,34 @@ class Chain:
 
     Attributes:
         layers: these.
+        description: of each.
         groups: the linear layers of each product of each layer.
         waits: whether a later forward may run them, as their weights or the kernel are not ready yet.
+        hooked: whether hooks see what a layer returns, as found by `changed`.
     """
 
     def __init__(
         self, layers: list[Any], description: str, report: Callable[[Sequence[Group]], None], watch: Watch
     ) -> None:
-        self.layers, self.waits = layers, False
-        self._description, self._report, self._watch = description, report, watch
+        self.layers, self.description, self.waits, self.hooked = layers, description, False, False
+        self._report, self._watch = report, watch
+        self._looked: tuple[int, frozenset[str]] | None = None
         names = _norms_of(layers[0])
         self._norms: list[list[Any]] = [[name and layer.get_submodule(name) for name in names] for layer in layers]
         self.groups: list[Group] = [tuple(map(layer.get_submodule, group)) for layer in layers for group in _PRODUCTS]
         self._firsts = [group[0] for group in self.groups]
         self._packed, self._weights = list[Any](), list[torch.Tensor]()
-        self._parts: tuple[list[Any], list[int]] | None = None
+        self._parts: Parts | None = None
         self._most_rows = sys.maxsize
         self._written = self._stamps()
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
         self._apart, self._reports = False, 0
         attention, norm = layers[0].self_attn, layers[0].input_layernorm
         size, from_zero = attention.head_dim, hasattr(norm, "eps")  # Gemma's norm
+        self._eps_name = "eps" if from_zero else "variance_epsilon"
         self._heads = [attention.q_proj.out_features // size, attention.k_proj.out_features // size, size]
         self._kind = [_activation_of(layers[0]), int(from_zero)]
-        eps = [norm.eps if from_zero else norm.variance_epsilon for norm in (norm, getattr(attention, "q_norm", norm))]
+        eps = [vars(each)[self._eps_name] for each in (norm, getattr(attention, "q_norm", norm))]
         self._scales = [*map(float, eps), float(attention.scaling)]
 
     def run(self, place: int, x: torch.Tensor, kwargs: dict[str, Any], form_of: Callable[..., Any]) -> Any:
@@ -240,14 +255,29 @@ class Chain:
 
     def may_run(self) -> bool:
         """Whether no hook and no inference mode keeps the layers from running together."""
-        return not torch.is_inference_mode_enabled() and not self._watch.sees()
+        return not torch.is_inference_mode_enabled() and not self.changed()
+
+    def changed(self) -> bool:
+        """Whether layers were changed, or have hooks that may see or change something inside them.
+
+        Hooks count at once, and writes to weights by `ready`; attributes, parts and parameters are compared once a
+        call, and when hooks were registered since.
+        """
+        now = hooks_now()
+        if now != self._looked:
+            self._looked = None
+            if self._watch.sees():
+                return True
+            self.hooked = not all(is_silent(hook) for layer in self.layers for hook in layer._forward_hooks.values())
+            self._looked = now
+        return False
 
     def leave(self) -> None:
         """Forgets what layers that were not called have computed, if any; then layers run by themselves."""
         self._apart |= self._ahead is not None
         self._ahead = None
 
-    def _next(self, ahead: _Ahead) -> torch.Tensor:
+    def _next(self, ahead: Ahead) -> torch.Tensor:
         """The output of the next layer, whose keys and values enter the cache."""
         output, (layer, keys, values) = ahead.outputs[ahead.next], ahead.states[ahead.next]
         layer.keys, layer.values = keys, values
@@ -256,7 +286,7 @@ class Chain:
         return output
 
     @staticmethod
-    def _follows(ahead: _Ahead, place: int, x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def _follows(ahead: Ahead, place: int, x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         return (
             place == ahead.next
             and x is ahead.outputs[place - 1]
@@ -266,40 +296,64 @@ class Chain:
         )
 
     def _begin(self, x: torch.Tensor, kwargs: dict[str, Any], form_of: Callable[..., Any]) -> Any:
+        parts = self.ready(x.shape[0] * x.shape[1])
+        ahead = None if parts is None else self.together(parts, x, kwargs, form_of)
+        return NotImplemented if ahead is None else self._next(ahead)
+
+    def ready(self, rows: int) -> Parts | None:
+        """What `together` reads for so many tokens; `None` where layers have to run by themselves."""
         self.waits = False
-        if self._watch.sees():
-            return NotImplemented
-        operators = KERNEL.operators()
-        if operators is None:
+        if not self.may_run():
+            return None
+        if KERNEL.operators() is None:
             self.waits = KERNEL.may_come
-            return NotImplemented
-        found = form_of(x, kwargs)
-        if found is None or not _is_usual(x, kwargs):
-            return NotImplemented
-        parts, mask, cache = self._parts_in(x), kwargs.get(MASK), cache_of(kwargs)
+            return None
+        return self._parts_in(rows)
+
+    def together(
+        self,
+        parts: Parts,
+        x: torch.Tensor,
+        kwargs: dict[str, Any],
+        form_of: Callable[..., Any],
+        norm: torch.Tensor | None = None,
+    ) -> Ahead | None:
+        """What the layers make of the first one's input and keywords; `None` where they have to run by themselves.
+
+        `norm` is the weight of a norm after the last layer, see `weight_of`.
+        """
+        if not _is_usual(x, kwargs) or not self._agrees(parts, x, kwargs, form_of):
+            return None
+        mask, cache = kwargs.get(MASK), cache_of(kwargs)
         owns = [] if cache is None else [cache.layers[layer.self_attn.layer_idx] for layer in self.layers]
-        if parts is None or not owns or not all(hasattr(own, "rooms") and own.get_seq_length() for own in owns):
-            return NotImplemented
+        if not owns or not all(getattr(own, "rooms", None) and own.keys is not None for own in owns):
+            return None
         end = owns[0].keys.shape[-2] + x.shape[1]
         if mask is not None and (mask.shape[0] not in (1, len(x)) or mask.shape[1:] != (1, x.shape[1], end)):
-            return NotImplemented
-        if not self._agrees(operators, parts, x, kwargs, *found):
-            return NotImplemented
-        made = self._decoded(operators, parts, x, kwargs, mask, owns)
+            return None
+        made = self._decoded(parts, x, kwargs, owns, mask, norm) if end > x.shape[1] else []
         if not made:
             for own in owns:
                 own.make_rooms(x.shape[1])
-            made = self._decoded(operators, parts, x, kwargs, mask, owns)
+            made = self._decoded(parts, x, kwargs, owns, mask, norm)
         if not made:
-            return NotImplemented
+            return None
         count = len(owns)
-        return self._next(_Ahead(made, kwargs, list(zip(owns, made[count::2], made[count + 1 :: 2], strict=True))))
+        states = zip(owns, made[count : 3 * count : 2], made[count + 1 : 3 * count : 2], strict=True)
+        return Ahead(made, kwargs, list(states), None if norm is None else made[-1])
 
-    def _parts_in(self, x: torch.Tensor) -> tuple[list[Any], list[int]] | None:
-        """The tensors of all layers, as the operator takes them, and the formats of their products' copies.
+    def weight_of(self, norm: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
+        """The weight of a norm that computes what those before attention do; `None` for others, or with hooks."""
+        first, own = self._norms[0][0], vars(norm)
+        if type(norm) is not type(first) or any(own[hooks] for hooks in ("_forward_hooks", "_forward_pre_hooks")):
+            return None
+        weight, replaced = norm.weight, own.get("forward") is not None or own.get("_compiled_call_impl") is not None
+        if replaced or vars(norm).get(self._eps_name) != vars(first).get(self._eps_name):
+            return None
+        return weight if isinstance(weight, torch.Tensor) and weight.dtype == dtype and weight.is_contiguous() else None
 
-        `None` while some are not packed, and where a weight was written to.
-        """
+    def _parts_in(self, rows: int) -> Parts | None:
+        """The parts as the operator takes them; `None` while some are not packed, and where a weight was written to."""
         packed: list[Any] = list(map(in_use.get().get, self._firsts))
         if packed != self._packed:
             self._parts, self._packed = None, []
@@ -310,7 +364,7 @@ class Chain:
             self._written = self._stamps()
         if self._parts is None or self._stamps() != self._written:
             return None
-        return self._parts if x.shape[0] * x.shape[1] <= self._most_rows else None
+        return self._parts if rows <= self._most_rows else None
 
     def _are_ready(self, packed: Sequence[Any]) -> bool:
         """Whether each product has a packed copy; reports products that have to be joined."""
@@ -330,7 +384,7 @@ class Chain:
         """What changes when a weight is written to, or put somewhere else."""
         return list(map(torch.Tensor.data_ptr, self._weights)), list(map(_VERSION, self._weights))
 
-    def _bound(self, packed: Sequence[PackedLinears]) -> tuple[list[Any], list[int]] | None:
+    def _bound(self, packed: Sequence[PackedLinears]) -> Parts | None:
         """As `_parts_in`; `None` where they are others than the operator takes."""
         copies, parts = [copy.copy for copy in packed], list[Any]()
         biases = [[linear.bias for linear in group] for group in self.groups]
@@ -356,14 +410,17 @@ class Chain:
 
     def _decoded(
         self,
-        operators: Any,
-        parts: tuple[list[Any], list[int]],
+        parts: Parts,
         x: torch.Tensor,
         kwargs: dict[str, Any],
-        mask: torch.Tensor | None,
         cache: Sequence[Any],
+        mask: torch.Tensor | None,
+        norm: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """Outputs, then keys and values, of the first layers, as many as `cache` has; nothing if it lacks room."""
+        """Outputs, then keys and values, of the first layers, as many as `cache` has; nothing if it lacks room.
+
+        With a `norm`, that of the last output follows.
+        """
         rooms = [room for own in cache for room in own.rooms]
         if any(room is None for room in rooms):
             return []
@@ -377,28 +434,24 @@ class Chain:
         layers, form = len(cache), [*self._heads, way, *self._kind]
         size = len(parts[0]) // len(self.layers) * layers
         given = parts[0][:size], held, rooms, parts[1][: 4 * layers], form, self._scales
-        return operators.decode(x, *kwargs[_ANGLES], mask, *given)
+        return KERNEL.operators().decode(x, *kwargs[_ANGLES], mask, norm, *given)
 
-    def _agrees(
-        self,
-        operators: Any,
-        parts: Any,
-        x: torch.Tensor,
-        kwargs: dict[str, Any],
-        form: Form,
-        tensors: list[torch.Tensor],
-    ) -> bool:
+    def _agrees(self, parts: Parts, x: torch.Tensor, kwargs: dict[str, Any], form_of: Callable[..., Any]) -> bool:
         """Whether the operator computes what the first layer does, but for rounding, without a past; tried once."""
-        (batch, count), key = x.shape[:2], (self._description, x.dtype, x.shape[0] > 1, x.shape[1] > 1)
+        (batch, count), key = x.shape[:2], (self.description, x.dtype, x.shape[0] > 1, x.shape[1] > 1)
         if key not in _tried:
+            found = form_of(x, kwargs)
+            if found is None:
+                return False
             mask = torch.ones(count, count, dtype=torch.bool).tril().expand(batch, 1, count, count)
+            form, tensors = found
             hidden_states, given = arguments_of(form, tensors, mask, Nothing())
             layer = self.layers[0]
             expected = type(layer).forward(layer, hidden_states, **given)
             rooms = [x.new_zeros(batch, self._heads[1], count, self._heads[2]) for _ in range(2)]
             nothing = types.SimpleNamespace(keys=rooms[0][:, :, :0], values=rooms[1][:, :, :0], rooms=rooms)
             try:
-                made = self._decoded(operators, parts, x, kwargs, mask.contiguous(), [nothing])
+                made = self._decoded(parts, x, kwargs, [nothing], mask.contiguous())
             except RuntimeError:  # torch's packed product takes something else
                 made = []
             _tried[key] = bool(made) and isinstance(expected, torch.Tensor) and are_close(expected, made[0], x)
@@ -406,8 +459,10 @@ class Chain:
 
 
 def _is_usual(x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether a call gives a layer no more than the operator reads."""
+    """Whether a call gives a layer no more than the operator reads, of a tree or of a single token."""
     angles, mask = kwargs.get(_ANGLES), kwargs.get(MASK)
+    if (mask is None and x.shape[1] > 1) or not x.is_contiguous():
+        return False
     if x.is_inference() or not (isinstance(angles, tuple) and len(angles) == 2):
         return False
     if any(each.dtype != x.dtype or each.dim() != 3 or not each.is_contiguous() for each in angles):

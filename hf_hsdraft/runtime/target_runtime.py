@@ -136,9 +136,9 @@ class Acceleration:
         self.packed = self._packing.weights is not None
         if programs is not False and self._compiled is None and device_of(self._target).type == "cpu":
             with contextlib.suppress(ValueError):  # no list of layers
-                layers = list(decoder_list(self._target)[1])
-                packing = self._packing
-                self._layers = CompiledLayers(layers, programs, lambda: packing.may_pack, self._target)
+                name, layers = decoder_list(self._target)
+                packing, model = self._packing, self._target.get_submodule(name.rpartition(".")[0])
+                self._layers = CompiledLayers(list(layers), programs, lambda: packing.may_pack, self._target, model)
                 # most likely again, so costs are known at once
                 self.programs = self.packed and self._experience.programs
                 if self._packing.weights is not None:

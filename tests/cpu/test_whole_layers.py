@@ -208,6 +208,11 @@ def louder(module, args, output):
     return output * 1.5
 
 
+def louder_last(module, args, output):
+    output.last_hidden_state = output.last_hidden_state * 1.5
+    return output
+
+
 def other_layer(layer):
     other = copy.deepcopy(layer)
     other.mlp.up_proj.weight.data.mul_(2.0)
@@ -220,17 +225,21 @@ def other_layer(layer):
         lambda target: target.model.layers[1].register_forward_hook(louder),
         lambda target: target.model.layers[1].mlp.register_forward_hook(louder),
         lambda target: target.model.layers[2].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 2.0,)),
-        lambda target: setattr(target.model.layers[1].self_attn, "scaling", 0.7),
-        lambda target: setattr(target.model.layers[1], "mlp", nn.Identity()),
+        lambda target: target.model.norm.register_forward_hook(louder),
+        lambda target: target.model.register_forward_hook(louder_last),
         lambda target: target.model.layers[1].input_layernorm.weight.data.mul_(2.0),
+        lambda target: target.model.norm.weight.data.mul_(2.0),
         lambda target: setattr(target.model.layers[2].input_layernorm.weight, "data", torch.arange(128.0)[::2]),
         lambda target: target.model.layers[2].mlp.up_proj.weight.detach().mul_(2.0),
-        lambda target: setattr(target.model.layers[2].mlp.up_proj, "weight", nn.Parameter(torch.ones(64, 64))),
         lambda target: target.model.layers.__setitem__(1, other_layer(target.model.layers[1])),
+        lambda target: setattr(target.model, "norm", nn.Identity()),
     ],
-    ids=["hook", "inner hook", "pre-hook", "scaling", "part", "norm", "strides", "written", "replaced", "layer"],
-)
-def test_what_is_changed_within_a_call_counts_at_once(change):
+    ids=[
+        "hook", "inner hook", "pre-hook", "hook of the norm", "hook of the model", "norm", "last norm", "strides",
+        "written", "layer", "another norm",
+    ],
+)  # fmt: skip
+def test_hooks_and_writes_within_a_call_count_at_once(change):
     target = KINDS["llama"]()
     plain, accelerated = reading(target)
     before = accelerated()
@@ -238,6 +247,24 @@ def test_what_is_changed_within_a_call_counts_at_once(change):
     found, expected = accelerated(), plain()
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     assert not torch.allclose(found, before, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda target: setattr(target.model.layers[1].self_attn, "scaling", 0.7),
+        lambda target: setattr(target.model.layers[1], "mlp", nn.Identity()),
+        lambda target: setattr(target.model.layers[2].mlp.up_proj, "weight", nn.Parameter(torch.ones(64, 64))),
+    ],
+    ids=["scaling", "part", "replaced"],
+)
+def test_what_is_replaced_counts_from_the_next_call_on(change):
+    target = KINDS["llama"]()
+    drafted = {"assistant_model": asking(target)}
+    before = target.generate(IDS[:1], **drafted, **GREEDY)
+    change(target)
+    found, expected = target.generate(IDS[:1], **drafted, **GREEDY), target.generate(IDS[:1], **GREEDY)
+    assert torch.equal(found, expected) and not torch.equal(found, before)
 
 
 @pytest.mark.parametrize("part", ["", "mlp.up_proj"], ids=["layer", "product"])

@@ -1,0 +1,151 @@
+"""On CPUs with our kernel, the model around the layers runs without calling them, where one call computes them all.
+
+Slicing the list of layers, calling each of them and recording hidden states by hooks take as long as several layers of
+a small model. The first forward of a kind is compared with transformers' own.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..core.cache_name import CACHE
+from .layer_form import MASK
+from .whole_layers import Ahead, Chain, are_close, is_code_of_transformers, is_transformers_own
+
+_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_IDS, _POSITIONS, _STATES = "input_ids", "position_ids", "output_hidden_states"
+_OWN = (_IDS, MASK, "inputs_embeds", _STATES)  # keywords that its forward does not hand down to the layers as they are
+_tried: dict[Any, bool] = {}  # whether a kind of forward computes what transformers' does
+
+
+def _nothing() -> None:
+    pass
+
+
+class WholeModel:
+    """Stands in for the model that consists of an embedding, a chain of layers and a norm.
+
+    Args:
+        model: that model.
+        chain: all its layers.
+        form_of: as `layer_form.form_of`.
+        ran: is called when it has run.
+    """
+
+    def __init__(self, model: Any, chain: Chain, form_of: Callable[..., Any], ran: Callable[[], None]) -> None:
+        self._chain, self._form_of, self._ran = chain, form_of, ran
+        self._create_mask = sys.modules[type(model).__module__].create_causal_mask
+        self.place_layers: Callable[[], None] = _nothing
+
+    @staticmethod
+    def may_be(model: Any, chains: Sequence[Chain]) -> bool:
+        """Whether the forward of a model is known, and calls the layers of a single chain."""
+        kind, config, parts = type(model), getattr(model, "config", None), dict(model.named_children())
+        if (
+            len(chains) != 1
+            or config is None
+            or parts.keys() != _PARTS
+            or type(parts["embed_tokens"]) is not nn.Embedding
+        ):
+            return False
+        known = [kind, type(parts["norm"]), type(parts["rotary_emb"])]
+        create_mask = getattr(sys.modules[kind.__module__], "create_causal_mask", None)
+        types = getattr(config, "layer_types", None)
+        windows = set(types) != {"full_attention"} if types else getattr(config, "sliding_window", None) is not None
+        return (
+            all(map(is_transformers_own, known))
+            and create_mask is not None
+            and is_code_of_transformers(create_mask)
+            and not windows
+            and config.num_hidden_layers == len(chains[0].layers)
+            and getattr(config, "tie_last_hidden_states", None) is not False
+        )
+
+    def run(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = NotImplemented if args or torch.is_grad_enabled() else self._run(model, kwargs)
+        if output is NotImplemented:
+            self.place_layers()
+        else:
+            self._ran()
+        return output
+
+    def _run(self, model: Any, kwargs: dict[str, Any]) -> Any:
+        ids, positions, cache, mask = map(kwargs.get, (_IDS, _POSITIONS, CACHE, MASK))
+        wanted = kwargs.get(_STATES, model.config.output_hidden_states)
+        if ids is None or ids.dim() != 2 or positions is None or cache is None:
+            return NotImplemented
+        if not self._is_usual(model, wanted) or not (mask is None or isinstance(mask, torch.Tensor)):
+            return NotImplemented
+        if kwargs.get("inputs_embeds") is not None or kwargs.get("output_attentions", model.config.output_attentions):
+            return NotImplemented
+        if not (model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]):
+            return NotImplemented
+        key = (self._chain.description, type(model), model.dtype, len(ids) > 1, ids.shape[1] > 1, mask is None)
+        parts = self._chain.ready(ids.numel()) if _tried.get(key, True) else None
+        if parts is None or self._chain.hooked:
+            return NotImplemented
+        x = model.embed_tokens(ids)
+        if mask is not None and mask.dim() == 2:
+            given = {"config": model.config, "inputs_embeds": x, MASK: mask, CACHE: cache, _POSITIONS: positions}
+            mask = self._create_mask(**given)
+        given = {name: value for name, value in kwargs.items() if name not in _OWN}
+        given |= {MASK: mask, "position_embeddings": model.rotary_emb(x, positions)}
+        before = [(own, own.keys, own.values) for own in cache.layers] if key not in _tried else []
+        norm = self._chain.weight_of(model.norm, x.dtype)
+        ahead = self._chain.together(parts, x, given, self._form_of, norm)
+        if ahead is None:
+            return NotImplemented
+        output = _output(model, x, ahead, cache, wanted)
+        return output if key in _tried else self._compared(key, model, kwargs, output, before)
+
+    def _is_usual(self, model: Any, wanted: Any) -> bool:
+        """Whether the model calls the chain's layers and nothing else sees or changes its output."""
+        own, layers = vars(model), model.layers._modules
+        return not (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own.get("forward") is not None
+            or model.config.return_dict is False
+            or torch.is_autocast_enabled("cpu")
+            or len(layers) != len(self._chain.layers)
+            or not all(map(operator.is_, layers.values(), self._chain.layers))
+            or not (not wanted or wanted is True or all(0 <= each <= len(layers) for each in wanted))
+        )
+
+    def _compared(self, key: Any, model: Any, kwargs: dict[str, Any], found: Any, before: Sequence[Any]) -> Any:
+        """transformers' own output, after noting whether `found` is close to it."""
+        for layer, keys, values in before:
+            layer.keys, layer.values = keys, values
+        self.place_layers()
+        expected = model._call_impl(**kwargs)
+        nothing = torch.zeros(())
+        pairs = zip(_states_of(expected), _states_of(found), strict=False)
+        same = expected.keys() == found.keys() and len(_states_of(expected)) == len(_states_of(found))
+        _tried[key] = same and all(
+            a is b is None or (a is not None and b is not None and are_close(a, b, nothing)) for a, b in pairs
+        )
+        return expected
+
+
+def _output(model: Any, x: torch.Tensor, ahead: Ahead, cache: Any, wanted: Any) -> Any:
+    """As the model's forward returns it, with keys and values in the cache."""
+    ahead.enter()
+    count, states = len(ahead.states), None
+    last = model.norm(ahead.outputs[count - 1]) if ahead.normed is None else ahead.normed
+    if wanted:
+        all_states = (x, *ahead.outputs[: count - 1], last)
+        kept = range(count + 1) if wanted is True else wanted
+        states = tuple(state if place in kept else None for place, state in enumerate(all_states))
+    found: Mapping[str, Any] = {"last_hidden_state": last, CACHE: cache, "hidden_states": states}
+    return BaseModelOutputWithPast(**found)
+
+
+def _states_of(output: Any) -> list[torch.Tensor | None]:
+    return [output.last_hidden_state, *(output.hidden_states or ())]
