@@ -49,7 +49,7 @@ def ways(dtype: torch.dtype, name: str) -> dict[str, list[Callable[[torch.Tensor
     if operators is not None:
         made = {
             "int8": [in_int8(operators, *each) for each in zip(numbers, scales, strict=True)],
-            **{kind: [_in_blocks(operators, kind, *shape) for shape in shapes] for kind in _KINDS[name]},
+            **{each: [_in_blocks(operators, each, *shape, dtype) for shape in shapes] for each in _KINDS[name]},
         }
         found |= {name: list(copies) for name, copies in made.items()}
         if dtype == torch.bfloat16:
@@ -65,7 +65,7 @@ def ways(dtype: torch.dtype, name: str) -> dict[str, list[Callable[[torch.Tensor
     return found
 
 
-def _in_blocks(operators: Any, kind: str, outputs: int, inputs: int) -> Any:
+def _in_blocks(operators: Any, kind: str, outputs: int, inputs: int, dtype: Any) -> Any:
     """A copy of blocks that are zero but for their scales; the time does not depend on the weights."""
     import gguf
     import torch
@@ -74,7 +74,7 @@ def _in_blocks(operators: Any, kind: str, outputs: int, inputs: int) -> Any:
 
     size, of_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     raw = torch.zeros(outputs, inputs // size * of_bytes, dtype=torch.uint8)
-    return in_blocks(operators, kind, raw, torch.zeros(outputs, inputs).bfloat16())
+    return in_blocks(operators, kind, raw, torch.zeros(outputs, inputs, dtype=dtype))
 
 
 def _packed(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

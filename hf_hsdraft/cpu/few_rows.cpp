@@ -131,17 +131,27 @@ void sum_words(const uint64_t* from, int64_t* to, int64_t count, int64_t words) 
   }
 }
 
-// The sum of each of `parts` equal parts of each row's bits, in words of 8 bytes.
-Tensor sums(const Tensor& rows, int64_t parts) {
-  const int64_t count = rows.dim() ? rows.size(0) * parts : 0, bytes = count ? rows.nbytes() / count : 0;
-  CHECK(count && rows.is_contiguous() && bytes * count == static_cast<int64_t>(rows.nbytes()) && bytes % 8 == 0,
-              "expected rows of whole words");
-  Tensor found = empty({rows.size(0), parts}, kLong);
-  const auto* from = static_cast<const char*>(rows.data());
-  int64_t* to = found.data<int64_t>();
-  parallel_for(0, count, std::max<int64_t>(1, 262144 / bytes), [&](int64_t begin, int64_t end) {
-    sum_words(reinterpret_cast<const uint64_t*>(from + begin * bytes), to + begin, end - begin, bytes / 8);
-  });
+// Sums of the bits of each row of all matrices, in words of 8 bytes; four of each row whose words are divisible by four.
+Tensor sums(const std::vector<Tensor>& matrices) {
+  int64_t size = 0;
+  const auto words_of = [](const Tensor& rows) { return static_cast<int64_t>(rows.nbytes()) / 8 / rows.size(0); };
+  const auto parts_of = [](int64_t words) { return words % 4 ? 1 : 4; };
+  for (const Tensor& rows : matrices) {
+    CHECK(rows.dim() == 2 && rows.numel() && rows.is_contiguous() &&
+              words_of(rows) * rows.size(0) * 8 == static_cast<int64_t>(rows.nbytes()),
+          "expected rows of whole words");
+    size += rows.size(0) * parts_of(words_of(rows));
+  }
+  Tensor found = empty({size}, kLong);
+  int64_t* to = size ? found.data<int64_t>() : nullptr;
+  for (const Tensor& rows : matrices) {
+    const auto* from = static_cast<const uint64_t*>(rows.data());
+    const int64_t parts = parts_of(words_of(rows)), words = words_of(rows) / parts, count = rows.size(0) * parts;
+    parallel_for(0, count, std::max<int64_t>(1, 32768 / words), [&](int64_t begin, int64_t end) {
+      sum_words(from + begin * words, to + begin, end - begin, words);
+    });
+    to += count;
+  }
   return found;
 }
 
@@ -167,7 +177,7 @@ const Library library(
      {"product",
       "(Tensor x, Tensor blocks, Tensor? scales, Tensor? bias, int outputs, int format, bool by_tiles) -> Tensor",
       Operator<&product>::run},
-     {"sums", "(Tensor rows, int parts) -> Tensor", Operator<&sums>::run},
+     {"sums", "(Tensor[] matrices) -> Tensor", Operator<&sums>::run},
      {"blocks_of", "(Tensor raw, Tensor weight, Tensor order, int kind) -> (Tensor, int)", Operator<&blocks_of>::run},
      {"attend", "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scaling) -> Tensor",
       Operator<&attend>::run},

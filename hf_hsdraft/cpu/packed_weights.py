@@ -40,10 +40,12 @@ PACKED_ROWS = 16  # number of rows that the layout is chosen for - by hand
 RACED_PRODUCTS = 30
 # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
 PACKED_LEAST_NUMBERS = 2**16
-# Number of rows up to which quantised weights are multiplied as such; more take unpacked weights
-# - measured by small_products.py --rows 64,96,128, AMD EPYC without AMX: Q4_1 took 49, 74 and 96 ms, bfloat16
-# weights 74, 94 and 118; in float32, 96 rows took 0.74 of the time. Packed copies are quicker, and take memory.
+# Number of rows up to which quantised weights are multiplied as such; more take unpacked weights. The second one with
+# AVX-512 but without AMX
+# - measured by small_products.py --rows 96,128,192,256, AMD EPYC with AVX-512: by Q4_1 192 rows took 0.96 of the time
+# in bfloat16, 0.80 in float32, 256 rows 0.97 and 0.93. Packed copies are quicker, and take memory.
 SMALL_ROWS = 96
+SMALL_ROWS_AVX512 = 192
 PACKED_BYTES = 2**31  # number of bytes of all copies in the process, unless they are asked for - by hand
 
 
@@ -70,6 +72,13 @@ def _wanted(linears: list[nn.Linear], asked_for: bool | None) -> list[nn.Linear]
     linears = [linear for linear in linears if linear.weight.numel() >= PACKED_LEAST_NUMBERS]
     size = sum(linear.weight.numel() * linear.weight.element_size() for linear in linears)
     return linears if size <= PACKED_BYTES else []
+
+
+@cache
+def small_rows() -> int:
+    """Number of rows up to which the kernel, which is there, multiplies by quantised weights as such."""
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and not KERNEL.operators().has_tiles()
+    return SMALL_ROWS_AVX512 if wide else SMALL_ROWS
 
 
 def packed_now(target: nn.Module) -> list[nn.Linear]:
@@ -132,9 +141,17 @@ def _stamps_of(weights: Sequence[torch.Tensor]) -> list[tuple[int, int | None]]:
     return [(part.data_ptr(), None if part.is_inference() else part._version) for part in parts]
 
 
-def _sums_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Checksums of the bits of each weight, int64, to detect writes to `.data`."""
-    return [_sums(part.detach().reshape(len(part), -1)) for weight in weights for part in _parts(weight)]
+def _sums_of(weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Checksums `[n]` of the bits of weights, int64, to detect writes to `.data`."""
+    parts = [part.detach().reshape(len(part), -1) for weight in weights for part in _parts(weight)]
+    operators = KERNEL.operators()
+    if operators is not None and all(map(_has_whole_words, parts)):  # in a third of the time
+        return operators.sums(parts)
+    return torch.cat([_sums(part).flatten() for part in parts])
+
+
+def _has_whole_words(rows: torch.Tensor) -> bool:
+    return rows.is_contiguous() and not (rows.shape[1] * rows.element_size() % 8 or rows.data_ptr() % 8)
 
 
 def _parts(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -142,15 +159,12 @@ def _parts(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return quantised_parts(weight) or (weight,)
 
 
-def _sums(weight: torch.Tensor) -> torch.Tensor:
-    row = weight.shape[1] * weight.element_size()
-    if not weight.is_contiguous() or row % 8 or weight.data_ptr() % 8:
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[weight.element_size()]
-        return weight.view(bits).sum(1, dtype=torch.int64)
-    parts = 4 if row % 32 == 0 else 1
-    if (operators := KERNEL.operators()) is not None:  # in a third of the time
-        return operators.sums(weight, parts)
-    return weight.view(torch.int64).view(len(weight), parts, -1).sum(-1)
+def _sums(rows: torch.Tensor) -> torch.Tensor:
+    if not _has_whole_words(rows):
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[rows.element_size()]
+        return rows.view(bits).sum(1, dtype=torch.int64)
+    words = rows.view(torch.int64)
+    return words.view(len(rows), 1 if words.shape[1] % 4 else 4, -1).sum(-1)
 
 
 class _Race:
@@ -188,7 +202,7 @@ class PackedWeight:
     def __init__(self, *weights: torch.Tensor, shared: bool = False) -> None:
         self._weights = weights
         self._copy: _Copy | None = None
-        self._sums: list[torch.Tensor] | None = None
+        self._sums: torch.Tensor | None = None
         self._shared, self._failed, self._making = shared, False, new_lock()
         self._stamps = _stamps_of(weights)
         self.size = sum(weight.numel() * weight.element_size() for weight in weights)  # of the copy, in bytes, or more
@@ -211,11 +225,7 @@ class PackedWeight:
 
     def holds(self, *weights: torch.Tensor) -> bool:
         """Whether the copy still matches the weights, compared by value to detect writes to `.data`."""
-        if self._failed or _stamps_of(weights) != self._stamps:
-            return False
-        if self._copy is None:
-            return True
-        return self._sums is not None and all(map(torch.equal, self._sums, _sums_of(weights)))
+        return hold([(self, weights)])
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` is `[..., in]`, of the weight's dtype; no gradients."""
@@ -225,7 +235,7 @@ class PackedWeight:
         if self._copy is not None and usual and x.numel():
             if not isinstance(self._copy, SmallCopy):
                 return self._quicker_product(x, self._copy, bias)
-            if x.numel() <= SMALL_ROWS * x.shape[-1]:
+            if x.numel() <= small_rows() * x.shape[-1]:
                 return self._copy(x, bias)
         return self._own_product(x, bias)
 
@@ -260,6 +270,20 @@ class PackedWeight:
             self._failed = self._copy is None
 
 
+def hold(pairs: Iterable[tuple[PackedWeight, Sequence[torch.Tensor]]]) -> bool:
+    """Whether copies still match the weights beside them; see `PackedWeight.holds`."""
+    known, now = list[torch.Tensor](), list[torch.Tensor]()
+    for copy, weights in pairs:
+        if copy._failed or _stamps_of(weights) != copy._stamps:
+            return False
+        if copy._copy is not None:
+            if copy._sums is None:
+                return False
+            known.append(copy._sums)
+            now += weights
+    return not known or torch.equal(torch.cat(known), _sums_of(now))
+
+
 def _can_be_packed(module: Any, dtype: torch.dtype, multiplies: Callable[[torch.dtype], bool]) -> bool:
     """Whether a module is a plain product: no adapter, nothing that makes or fetches the weight."""
     if type(module) is not nn.Linear or not is_unhooked(module):
@@ -285,11 +309,6 @@ class PackedLinears(PackedWeight):
         super().__init__(*(linear.weight for linear in linears), shared=True)
         self.linears = linears
         self._joint = threading.local()  # the last input of this thread, and the parts of its product
-
-    @property
-    def unchanged(self) -> bool:
-        """As `holds`, for the layers' weights now."""
-        return self.holds(*(linear.weight for linear in self.linears))
 
     @property
     def unchanged_now(self) -> bool:
@@ -369,7 +388,7 @@ class PackedWeights:
         with _sharing:
             shared = {copy for linear in linears if (copy := _copy_to_share(linear)) is not None}
             shared = {copy for copy in shared if set(copy.linears) <= set(linears)}
-            for copy in shared if all(copy.unchanged for copy in shared) else ():
+            for copy in shared if _are_unchanged(shared) else ():
                 self._add(copy)
             for linear in linears:
                 if linear not in self._of:
@@ -413,7 +432,7 @@ class PackedWeights:
         if not wanted or not wanted <= set(self._of) <= set(able):
             return False
         with _sharing:
-            return all(copy.unchanged for copy in set(self._of.values()))
+            return _are_unchanged(set(self._of.values()))
 
     @property
     def made(self) -> bool:
@@ -425,6 +444,11 @@ class PackedWeights:
         own = _are_products_torchs_own()
         with standing_in(self._of, later) if own else contextlib.nullcontext(lambda: None) as place_rest:
             yield place_rest
+
+
+def _are_unchanged(copies: Iterable[PackedLinears]) -> bool:
+    """Whether all copies match their layers' weights now."""
+    return hold((copy, [linear.weight for linear in copy.linears]) for copy in copies)
 
 
 def _copy_to_share(linear: nn.Linear) -> PackedLinears | None:

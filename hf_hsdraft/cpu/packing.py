@@ -23,7 +23,7 @@ import torch
 
 from ..core.forks import new_rlock
 from .gguf_blocks import file_of
-from .packed_weights import PackedWeights, linears_to_pack
+from .packed_weights import PackedWeights, linears_to_pack, small_rows
 from .small_weights import KERNEL
 
 PACKING_FORWARDS = 3.0  # number of plain forwards that packing takes as long as - measured: 3 to 7
@@ -142,6 +142,11 @@ class Packing:
             stock.copies = self.weights
             del shared  # kept until here, so that valid copies are shared
             return self.weights is not None
+
+
+def prompt_rows() -> int:
+    """Number of tokens up to which a prompt's forward gains more by packed weights than comparing them takes."""
+    return 0 if KERNEL.operators() is None else small_rows()
 
 
 def has_copies(target: Any) -> bool:

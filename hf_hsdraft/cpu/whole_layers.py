@@ -26,7 +26,7 @@ from ..core.stand_ins import in_use
 from .few_queries import attends
 from .grouped_attention import is_known, joins_heads
 from .layer_form import MASK, arguments_of, cache_of, read_of
-from .packed_weights import SMALL_ROWS, PackedLinears
+from .packed_weights import PackedLinears, small_rows
 from .small_weights import KERNEL, SmallCopy
 
 # By how many times the precision of their dtype two ways to sum may differ, relative to their size - by hand.
@@ -196,7 +196,7 @@ class Ahead:
 
     outputs: Sequence[torch.Tensor]
     kwargs: dict[str, Any]
-    states: list[tuple[Any, torch.Tensor, torch.Tensor]]  # each layer of the cache, and its keys and values then
+    states: list[tuple[Any, torch.Tensor, torch.Tensor]]  # each layer of the cache or room, its keys and values then
     normed: torch.Tensor | None = None  # the last output, if that was asked for
     next: int = 0
 
@@ -204,6 +204,17 @@ class Ahead:
         """Puts all keys and values into the cache."""
         for layer, keys, values in self.states:
             layer.keys, layer.values = keys, values
+
+
+class Room:
+    """Keys and values of a layer before the first of so many tokens, in the place of a cache's layer."""
+
+    def __init__(self, x: torch.Tensor, heads: int, size: int) -> None:
+        self.rooms = [x.new_empty(x.shape[0], heads, x.shape[1], size) for _ in range(2)]
+        self.keys, self.values = (room[:, :, :0] for room in self.rooms)
+
+    def make_rooms(self, count: int) -> None:
+        pass
 
 
 Parts = tuple[list[Any], list[int]]  # the tensors of all layers, and the formats of their products' copies
@@ -297,8 +308,20 @@ class Chain:
 
     def _begin(self, x: torch.Tensor, kwargs: dict[str, Any], form_of: Callable[..., Any]) -> Any:
         parts = self.ready(x.shape[0] * x.shape[1])
-        ahead = None if parts is None else self.together(parts, x, kwargs, form_of)
+        owns = None if parts is None else self.held_by(cache_of(kwargs))
+        ahead = None if parts is None or owns is None else self.together(parts, x, kwargs, owns, form_of)
         return NotImplemented if ahead is None else self._next(ahead)
+
+    def held_by(self, cache: Any) -> list[Any] | None:
+        """The layers of a cache that hold what these have read, with room to grow; `None` for others."""
+        owns = [] if cache is None else [cache.layers[layer.self_attn.layer_idx] for layer in self.layers]
+        grow = all(getattr(own, "rooms", None) and own.keys is not None for own in owns)
+        return owns if owns and grow and owns[0].keys.shape[-2] else None
+
+    def rooms_for(self, x: torch.Tensor) -> list[Room]:
+        """Where the layers may put their keys and values of the first tokens of texts."""
+        _, heads, size = self._heads
+        return [Room(x, heads, size) for _ in self.layers]
 
     def ready(self, rows: int) -> Parts | None:
         """What `together` reads for so many tokens; `None` where layers have to run by themselves."""
@@ -315,23 +338,21 @@ class Chain:
         parts: Parts,
         x: torch.Tensor,
         kwargs: dict[str, Any],
+        owns: Sequence[Any],
         form_of: Callable[..., Any],
         norm: torch.Tensor | None = None,
     ) -> Ahead | None:
         """What the layers make of the first one's input and keywords; `None` where they have to run by themselves.
 
-        `norm` is the weight of a norm after the last layer, see `weight_of`.
+        `owns` are the layers of the cache, or rooms; `norm` is the weight of a norm after the last layer, see
+        `weight_of`.
         """
         if not _is_usual(x, kwargs) or not self._agrees(parts, x, kwargs, form_of):
             return None
-        mask, cache = kwargs.get(MASK), cache_of(kwargs)
-        owns = [] if cache is None else [cache.layers[layer.self_attn.layer_idx] for layer in self.layers]
-        if not owns or not all(getattr(own, "rooms", None) and own.keys is not None for own in owns):
-            return None
-        end = owns[0].keys.shape[-2] + x.shape[1]
+        mask, end = kwargs.get(MASK), owns[0].keys.shape[-2] + x.shape[1]
         if mask is not None and (mask.shape[0] not in (1, len(x)) or mask.shape[1:] != (1, x.shape[1], end)):
             return None
-        made = self._decoded(parts, x, kwargs, owns, mask, norm) if end > x.shape[1] else []
+        made = self._decoded(parts, x, kwargs, owns, mask, norm)
         if not made:
             for own in owns:
                 own.make_rooms(x.shape[1])
@@ -405,7 +426,7 @@ class Chain:
         if not (plain and joint) or any(map(torch.Tensor.is_inference, weights)):  # these have no version
             return None
         self._weights = weights
-        self._most_rows = SMALL_ROWS if any(isinstance(copy, SmallCopy) for copy in copies) else sys.maxsize
+        self._most_rows = small_rows() if any(isinstance(copy, SmallCopy) for copy in copies) else sys.maxsize
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
     def _decoded(
@@ -448,10 +469,8 @@ class Chain:
             hidden_states, given = arguments_of(form, tensors, mask, Nothing())
             layer = self.layers[0]
             expected = type(layer).forward(layer, hidden_states, **given)
-            rooms = [x.new_zeros(batch, self._heads[1], count, self._heads[2]) for _ in range(2)]
-            nothing = types.SimpleNamespace(keys=rooms[0][:, :, :0], values=rooms[1][:, :, :0], rooms=rooms)
             try:
-                made = self._decoded(parts, x, kwargs, [nothing], mask.contiguous())
+                made = self._decoded(parts, x, kwargs, self.rooms_for(x)[:1], mask.contiguous())
             except RuntimeError:  # torch's packed product takes something else
                 made = []
             _tried[key] = bool(made) and isinstance(expected, torch.Tensor) and are_close(expected, made[0], x)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..core.cache_name import CACHE
@@ -78,65 +80,81 @@ class WholeModel:
 
     def _run(self, model: Any, kwargs: dict[str, Any]) -> Any:
         ids, positions, cache, mask = map(kwargs.get, (_IDS, _POSITIONS, CACHE, MASK))
-        wanted = kwargs.get(_STATES, model.config.output_hidden_states)
-        if ids is None or ids.dim() != 2 or positions is None or cache is None:
+        if ids is None or ids.dim() != 2 or positions is None or cache is None or not self._is_usual(model, kwargs):
             return NotImplemented
-        if not self._is_usual(model, wanted) or not (mask is None or isinstance(mask, torch.Tensor)):
-            return NotImplemented
-        if kwargs.get("inputs_embeds") is not None or kwargs.get("output_attentions", model.config.output_attentions):
-            return NotImplemented
-        if not (model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]):
-            return NotImplemented
-        key = (self._chain.description, type(model), model.dtype, len(ids) > 1, ids.shape[1] > 1, mask is None)
+        begins = ids.shape[1] > 1 and _is_empty(cache)
+        key = (self._chain.description, type(model), model.dtype, len(ids) > 1, ids.shape[1] > 1, mask is None, begins)
         parts = self._chain.ready(ids.numel()) if _tried.get(key, True) else None
         if parts is None or self._chain.hooked:
             return NotImplemented
         x = model.embed_tokens(ids)
-        if mask is not None and mask.dim() == 2:
+        owns = self._chain.rooms_for(x) if begins else self._chain.held_by(cache)
+        if begins or (mask is not None and mask.dim() == 2):
             given = {"config": model.config, "inputs_embeds": x, MASK: mask, CACHE: cache, _POSITIONS: positions}
             mask = self._create_mask(**given)
+            if begins:  # `None` stands for a causal one
+                mask = None if mask is not None else x.new_ones(ids.shape[1], ids.shape[1]).bool().tril()[None, None]
+        if owns is None or (begins and mask is None):
+            return NotImplemented
         given = {name: value for name, value in kwargs.items() if name not in _OWN}
         given |= {MASK: mask, "position_embeddings": model.rotary_emb(x, positions)}
-        before = [(own, own.keys, own.values) for own in cache.layers] if key not in _tried else []
         norm = self._chain.weight_of(model.norm, x.dtype)
-        ahead = self._chain.together(parts, x, given, self._form_of, norm)
+        ahead = self._chain.together(parts, x, given, owns, self._form_of, norm)
         if ahead is None:
             return NotImplemented
-        output = _output(model, x, ahead, cache, wanted)
-        return output if key in _tried else self._compared(key, model, kwargs, output, before)
+        output = _output(model, x, ahead, cache, kwargs.get(_STATES, model.config.output_hidden_states))
+        if key not in _tried:
+            return self._compared(key, model, kwargs, output)
+        if begins:
+            for layer, (_, keys, values) in zip(self._chain.layers, ahead.states, strict=True):
+                cache.update(keys, values, layer.self_attn.layer_idx)
+        else:
+            ahead.enter()
+        return output
 
-    def _is_usual(self, model: Any, wanted: Any) -> bool:
-        """Whether the model calls the chain's layers and nothing else sees or changes its output."""
-        own, layers = vars(model), model.layers._modules
+    def _is_usual(self, model: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether the model calls the chain's layers, and nothing else sees or changes what it returns."""
+        own, layers, config, mask = vars(model), model.layers._modules, model.config, kwargs.get(MASK)
+        wanted, uses = kwargs.get(_STATES, config.output_hidden_states), kwargs.get("use_cache")
         return not (
             own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or own.get("forward") is not None
-            or model.config.return_dict is False
+            or kwargs.get("inputs_embeds") is not None
+            or kwargs.get("output_attentions", config.output_attentions)
+            or not (config.use_cache if uses is None else uses)
+            or config.return_dict is False
             or torch.is_autocast_enabled("cpu")
+            or not (mask is None or isinstance(mask, torch.Tensor))
             or len(layers) != len(self._chain.layers)
             or not all(map(operator.is_, layers.values(), self._chain.layers))
             or not (not wanted or wanted is True or all(0 <= each <= len(layers) for each in wanted))
         )
 
-    def _compared(self, key: Any, model: Any, kwargs: dict[str, Any], found: Any, before: Sequence[Any]) -> Any:
-        """transformers' own output, after noting whether `found` is close to it."""
-        for layer, keys, values in before:
-            layer.keys, layer.values = keys, values
+    def _compared(self, key: Any, model: Any, kwargs: dict[str, Any], found: Any) -> Any:
+        """transformers' own output, after noting whether `found`, of which nothing has entered the cache, is close."""
         self.place_layers()
         expected = model._call_impl(**kwargs)
-        nothing = torch.zeros(())
-        pairs = zip(_states_of(expected), _states_of(found), strict=False)
-        same = expected.keys() == found.keys() and len(_states_of(expected)) == len(_states_of(found))
+        nothing, (pairs, same) = torch.zeros(()), _paired(expected, found)
         _tried[key] = same and all(
             a is b is None or (a is not None and b is not None and are_close(a, b, nothing)) for a, b in pairs
         )
         return expected
 
 
+def _is_empty(cache: Any) -> bool:
+    """Whether a cache has read nothing, and will keep all that it reads as it is."""
+    return (
+        type(cache) is DynamicCache
+        and not cache.get_seq_length()
+        and not cache.offloading
+        and all(type(layer) is DynamicLayer for layer in cache.layers)
+        and cache.layer_class_to_replicate in (None, DynamicLayer)
+    )
+
+
 def _output(model: Any, x: torch.Tensor, ahead: Ahead, cache: Any, wanted: Any) -> Any:
-    """As the model's forward returns it, with keys and values in the cache."""
-    ahead.enter()
+    """As the model's forward returns it."""
     count, states = len(ahead.states), None
     last = model.norm(ahead.outputs[count - 1]) if ahead.normed is None else ahead.normed
     if wanted:
@@ -147,5 +165,7 @@ def _output(model: Any, x: torch.Tensor, ahead: Ahead, cache: Any, wanted: Any) 
     return BaseModelOutputWithPast(**found)
 
 
-def _states_of(output: Any) -> list[torch.Tensor | None]:
-    return [output.last_hidden_state, *(output.hidden_states or ())]
+def _paired(expected: Any, found: Any) -> tuple[Any, bool]:
+    """The tensors of two outputs side by side, and whether both have equally many under the same names."""
+    each = [[output.last_hidden_state, *(output.hidden_states or ())] for output in (expected, found)]
+    return zip(*each, strict=False), expected.keys() == found.keys() and len(each[0]) == len(each[1])

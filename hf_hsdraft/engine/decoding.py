@@ -167,7 +167,10 @@ def speculative_decoding(
     keeper = Keeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
-        output = _read_prompts(runtime, texts, input_ids, generation_config, keeper)
+        room, rows = max(map(texts.room, range(len(input_ids)))), _rows_of(input_ids, generation_config)
+        packs = False if untriable else options.packed_weights
+        with runtime.acceleration.of_prompts(packs, room, options.compiled_layers, rows):
+            output = _read_prompts(runtime, texts, input_ids, generation_config, keeper)
         stack.enter_context(runtime.acceleration.of_rounds(runtime.slots))
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
@@ -241,6 +244,12 @@ def _read_prompts(
     keeper.enter("prefill")
     keeper.statistics.target_forwards, keeper.statistics.row_forwards = 1, len(input_ids)
     return output
+
+
+def _rows_of(input_ids: torch.Tensor, generation_config: Any) -> int:
+    """Number of tokens that a forward over prompts `[B, length]` reads, or more."""
+    texts, length = input_ids.shape
+    return texts * min(length, generation_config.prefill_chunk_size or length)
 
 
 def _grow(call: Call, drafter: Drafter, *given: Any) -> Session | None:

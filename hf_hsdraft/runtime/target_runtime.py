@@ -21,7 +21,7 @@ from ..cpu.background import is_compiling
 from ..cpu.compiled_layers import CompiledLayers
 from ..cpu.gguf_blocks import file_of
 from ..cpu.grouped_attention import grouped_attention
-from ..cpu.packing import Packing, has_copies
+from ..cpu.packing import Packing, has_copies, prompt_rows
 from ..gpu.fixed_shapes import CompiledCalls, compiled
 from ..gpu.varying_shapes import varying_shapes
 from . import tree_reading
@@ -123,6 +123,19 @@ class Acceleration:
         """Compiles a function of fixed shapes if forwards are compiled."""
         return function if self._compiled is None else compiled(function, self.compile_config)
 
+    @contextlib.contextmanager
+    def of_prompts(self, asked_for: bool | None, room: int, programs: bool | None, rows: int) -> Iterator[None]:
+        """Within, the prompts' forward over so many `rows` runs as rounds do, if earlier calls have packed the weights.
+
+        The others are as for `begin`.
+        """
+        if not self.copied or asked_for is False or rows > prompt_rows():
+            yield
+            return
+        self.begin(asked_for, room, programs)
+        with self._in_use():
+            yield
+
     def begin(self, asked_for: bool | None, room: int, programs: bool | None = False) -> None:
         """Packs weights or reuses those of earlier calls. Not with compiled forwards: these would be compiled again.
 
@@ -131,6 +144,8 @@ class Acceleration:
             programs: the option `compiled_layers`.
             room: number of tokens that the call may emit.
         """
+        if self._packing is not None and not self._compiled:  # for the prompts
+            return
         self._packing = Packing(self._target, False if self._compiled else asked_for)
         self.packs = self._packing.begin(room)
         self.packed = self._packing.weights is not None
@@ -178,15 +193,21 @@ class Acceleration:
         runs = self._target if model is None else model
         if self._compiled is not None and comes_again and model is None:
             return self._compiled.forward(inputs)
+        with self._in_use(model is None):
+            return runs(**inputs, return_dict=True)
+
+    @contextlib.contextmanager
+    def _in_use(self, whole: bool = True) -> Iterator[None]:
+        """Within, forwards are accelerated; `whole` if the target's own run."""
         with contextlib.ExitStack() as stack:
             if not self.off:
                 stack.enter_context(grouped_attention(device_of(self._target)))
             if self._packing is not None and not self.off:
-                inside = self._layers.inside if self._layers and model is None else ()
+                inside = self._layers.inside if self._layers and whole else ()
                 place_rest = stack.enter_context(self._packing.in_use(inside))
                 if self._layers:
-                    stack.enter_context(self._layers.in_use(model is None, place_rest))
-            return runs(**inputs, return_dict=True)
+                    stack.enter_context(self._layers.in_use(whole, place_rest))
+            yield
 
 
 class TargetRuntime(tree_reading.TargetCall):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import VOCAB, make_drafter, make_target
 from torch import nn
 
-from hf_hsdraft.cpu import small_weights
+from hf_hsdraft.cpu import packed_weights, small_weights
 from hf_hsdraft.cpu.gguf_blocks import copy_of_blocks, remember_file
 from hf_hsdraft.cpu.kernel import Kernel
 from hf_hsdraft.cpu.kernel_files import library_of
@@ -62,15 +62,18 @@ FORMATS = ("int8", *BLOCKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("parts", [1, 4])
-def test_sums_of_words(operators, dtype, parts):
+def test_sums_of_words(operators, dtype):
     """Those by which packed weights notice writes, whether the kernel was there when they were packed or not."""
-    rows = torch.randint(-(2**62), 2**62, (37, 36), generator=torch.Generator().manual_seed(1)).view(dtype)
-    expected = rows.view(torch.int64).view(37, parts, -1).sum(-1)
-    assert torch.equal(operators.sums(rows, parts), expected)
-    for wrong in (rows[:, ::2], rows.t(), rows[:, : 4 // rows.element_size()].contiguous(), rows[:0]):
+    words = torch.randint(-(2**62), 2**62, (37, 73), generator=torch.Generator().manual_seed(1))
+    first, second = words[:, :36].contiguous(), words[:, 36:].contiguous()
+    expected = torch.cat([first.view(37, 4, 9).sum(-1).flatten(), second.sum(-1)])
+    rows = [each.view(dtype) for each in (first, second)]
+    assert torch.equal(operators.sums(rows), expected)
+    assert torch.equal(torch.cat([packed_weights._sums(each).flatten() for each in rows]), expected)
+    one = rows[0]
+    for wrong in (one[:, ::2], one.t(), one[:, : 4 // one.element_size()].contiguous(), one[:0]):
         with pytest.raises(RuntimeError, match="whole words"):
-            operators.sums(wrong, parts)
+            operators.sums([one, wrong])
 
 
 @pytest.mark.parametrize("format", FORMATS)
