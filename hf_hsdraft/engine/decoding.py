@@ -167,9 +167,8 @@ def speculative_decoding(
     keeper = Keeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
-        room, rows = max(map(texts.room, range(len(input_ids)))), _rows_of(input_ids, generation_config)
-        packs = False if untriable else options.packed_weights
-        with runtime.acceleration.of_prompts(packs, room, options.compiled_layers, rows):
+        packs = not untriable and options.packed_weights
+        with runtime.acceleration.of_prompts(packs, options.compiled_layers, *_sizes(texts, input_ids)):
             output = _read_prompts(runtime, texts, input_ids, generation_config, keeper)
         stack.enter_context(runtime.acceleration.of_rounds(runtime.slots))
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
@@ -246,10 +245,9 @@ def _read_prompts(
     return output
 
 
-def _rows_of(input_ids: torch.Tensor, generation_config: Any) -> int:
-    """Number of tokens that a forward over prompts `[B, length]` reads, or more."""
-    texts, length = input_ids.shape
-    return texts * min(length, generation_config.prefill_chunk_size or length)
+def _sizes(texts: DecodedTexts, input_ids: torch.Tensor) -> tuple[int, int]:
+    """Number of tokens that a text may still emit, and that a forward over the prompts `[B, length]` reads, or more."""
+    return max(map(texts.room, range(len(input_ids)))), input_ids.numel()
 
 
 def _grow(call: Call, drafter: Drafter, *given: Any) -> Session | None:

@@ -26,6 +26,7 @@ from transformers.utils import output_capturing
 
 from ..core.forks import freed_in_children, new_lock
 from ..core.kept import kept_with
+from ..core.stand_ins import Placed
 from .foreign_parts import is_harmless
 
 _PACKAGE = __name__.partition(".")[0]
@@ -53,8 +54,8 @@ def experience_of(target: Any) -> Experience:
 def fingerprint(model: nn.Module) -> int:
     """A hash of hooks, replaced forwards, attention, adapters, module classes and weight dtypes.
 
-    Hooks of transformers and of this package are ignored: they only keep outputs, and exist only within a call. The
-    state of a hook is ignored too; a hook whose effect changes must be registered again.
+    Hooks of transformers and of this package are ignored: they only keep outputs, and exist only within a call, which
+    may be another thread's. The state of a hook is ignored too; a hook whose effect changes must be registered again.
     """
     parts: list[Any] = [*of_all_modules._global_forward_hooks, *of_all_modules._global_forward_pre_hooks]
     kinds, attentions = set(), set()
@@ -65,7 +66,8 @@ def fingerprint(model: nn.Module) -> int:
         parts += ((type(weight), weight.dtype) for weight in own["_parameters"].values() if weight is not None)
         if own["_forward_hooks"] or own["_forward_pre_hooks"]:
             parts += (_hook(number, hook) for number, hook in foreign_hooks(module))
-        parts += (_serial(own[name]) for name in ("forward", "_compiled_call_impl") if own.get(name) is not None)
+        replaced = (own.get("forward"), own.get("_compiled_call_impl"))
+        parts += (_serial(each) for each in replaced if each is not None and not isinstance(each, Placed))
         if "_active_adapter" in own:  # of PEFT
             parts += (str(own["_active_adapter"]), own.get("_disable_adapters"), str(own.get("merged_adapters")))
         if (name := getattr(own.get("config"), "_attn_implementation", None)) is not None:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.generation.utils import GenerationMixin
 
 from ..core.refusals import DraftingRefused
+from ..core.stand_ins import is_compiled
 from .target_limits import decoder_layers, text_config
 
 
@@ -48,7 +49,7 @@ def why_not_replaced(model: Any, names: Iterable[str]) -> str:
 def why_not_copied(modules: Iterable[nn.Module]) -> str:
     """Returns why copies of these modules would still run the modules themselves; empty if they would not."""
     for module in modules:
-        if vars(module).get("forward") is not None or module._compiled_call_impl is not None:
+        if vars(module).get("forward") is not None or is_compiled(module):
             kind = type(module).__name__
             return f"the forward of {kind} was replaced: by torch.compile, or by hooks of accelerate"
     return ""

@@ -124,7 +124,7 @@ class Acceleration:
         return function if self._compiled is None else compiled(function, self.compile_config)
 
     @contextlib.contextmanager
-    def of_prompts(self, asked_for: bool | None, room: int, programs: bool | None, rows: int) -> Iterator[None]:
+    def of_prompts(self, asked_for: bool | None, programs: bool | None, room: int, rows: int) -> Iterator[None]:
         """Within, the prompts' forward over so many `rows` runs as rounds do, if earlier calls have packed the weights.
 
         The others are as for `begin`.

@@ -13,9 +13,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hsdraft import CachebackDrafter, attach, harmless
 from hf_hsdraft.core.cache_name import given_cache
+from hf_hsdraft.core.stand_ins import standing_in
 from hf_hsdraft.runtime import findings
 from hf_hsdraft.runtime.misreading import computing_dtype, measured_tolerance
 from hf_hsdraft.runtime.module_hooks import experience_of, fingerprint
+from hf_hsdraft.runtime.target_parts import why_not_copied
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
@@ -169,6 +171,8 @@ def test_the_fingerprint_tells_hooks_adapters_and_dtypes_apart():
     assert len(set(seen)) == len(seen)
     target.generate(**prompts(), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
     assert fingerprint(target) == seen[-1]  # hooks by which outputs are captured are transformers' own
+    with standing_in(dict.fromkeys(target.modules())):  # as while another thread's call runs
+        assert fingerprint(target) == seen[-1] and not why_not_copied(target.modules())
 
 
 def test_findings_about_many_forms_of_a_target_are_not_all_kept(monkeypatch):
