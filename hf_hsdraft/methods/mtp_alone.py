@@ -87,6 +87,7 @@ class NextnDrafter(Drafter):
 
     takes_tree_builders = True
     num_draft_steps = LEAST_STEPS
+    unsaved = "its layers are read from the files that it was loaded from; copy these"
 
     def __init__(self, checkpoint: Checkpoint, config: MtpConfig | None = None, kind: Kind | None = None) -> None:
         self._checkpoint, self._kind, self.config = checkpoint, kind, config or _read(checkpoint)

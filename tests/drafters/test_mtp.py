@@ -443,6 +443,20 @@ def test_layers_that_were_read_outlive_their_files(checkpoint, tmp_path):
     assert MtpDrafter.for_target(model).layers is first.layers
 
 
+def test_layers_that_belong_to_a_checkpoint_are_not_saved_again(checkpoint, tmp_path):
+    drafter = MtpDrafter.for_target(AutoModelForCausalLM.from_pretrained(checkpoint).eval())
+    folder = tmp_path / "drafter"
+    for save in (
+        lambda: drafter.save_pretrained(folder),
+        lambda: drafter.save_pretrained(folder, push_to_hub=True),
+        lambda: drafter.push_to_hub("user/drafter"),
+        lambda: drafter.export("speculators", folder),
+    ):
+        with pytest.raises(ValueError, match=r"belong to its target's checkpoint; keep that.*MtpDrafter\.for_target"):
+            save()
+    assert not folder.exists()
+
+
 def test_wrapped_targets_get_the_layers_of_the_model_inside(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)).eval()

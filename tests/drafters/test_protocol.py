@@ -246,3 +246,9 @@ def test_every_session_is_asked_for_no_more_than_the_options_depth(target, free,
     monkeypatch.setattr(drafter, "session", lambda call: session)
     as_plain(target, drafter, ids, max_new_tokens=NEW)
     assert max(ask.depth for ask in asked) == 2
+
+
+def test_a_drafter_without_files_says_so(tmp_path):
+    with pytest.raises(ValueError, match="a ListDrafter cannot be saved: it has no files of its own; make it again"):
+        ListDrafter([]).save_pretrained(tmp_path / "drafter")
+    assert not (tmp_path / "drafter").exists()

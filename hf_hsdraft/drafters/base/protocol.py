@@ -181,6 +181,8 @@ class Drafter:
     own_options: Sequence[Option] = ()  # options of this family; their values are in `call.options.own`
     # Formats of other projects that `save_pretrained` writes; it then takes `target_name` too
     saved_as: Sequence[str] = ()
+    # Why it has no files, and what to do instead of saving it; "" if it has
+    unsaved: str = "it has no files of its own; make it again where you need it"
     generation_config: GenerationConfig  # the drafting options
     # Decodes a call in place of the engine; takes the target, and what `generate()` hands to a decoding method
     decoding: Callable[..., Any] | None = None
@@ -256,12 +258,20 @@ class Drafter:
         """
         if form not in self.saved_as:
             wanted = f"expected {' or '.join(self.saved_as)}" if self.saved_as else "it has no format but its own"
+            wanted += "; save it by save_pretrained, whose files all programs that can run it read"
             raise ValueError(
-                f"a {type(self).__name__} cannot be written in the format {form!r}: {wanted}; save it by "
-                "save_pretrained, whose files all programs that can run it read"
+                f"a {type(self).__name__} cannot be written in the format {form!r}: {self.unsaved or wanted}"
             )
         named = {"target_name": target_name} if target_name else {}
-        self.save_pretrained(folder, **named)  # type: ignore[attr-defined]
+        self.save_pretrained(folder, **named)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Raises a ValueError: only a `SavedDrafter` has files."""
+        raise ValueError(f"a {type(self).__name__} cannot be saved: {self.unsaved}")
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """As `save_pretrained`."""
+        self.save_pretrained(repo_id)
 
     def verifier(self, options: DraftOptions) -> Verifier:
         """The rule that accepts its drafts; raises a ValueError if its trained files are missing beside the weights."""

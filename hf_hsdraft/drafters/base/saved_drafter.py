@@ -157,6 +157,7 @@ class SavedDrafter(Drafter):
     """A drafter that is saved with its options and a card; families implement `write` for the rest."""
 
     loaded_from: Path | None = None  # may hold the recipe, figures and files of methods
+    unsaved = ""
     has_card = True  # whether a card is written, as a push checks and renews it
 
     @classmethod

@@ -60,6 +60,10 @@ class MtpDrafter(Drafter):
     """
 
     takes_tree_builders = True
+    unsaved = (
+        "its layers belong to its target's checkpoint; keep that, and make the drafter again by "
+        'MtpDrafter.for_target(model), or pass assistant_model="mtp" to generate'
+    )
 
     rows_of_trial = 4
 
