@@ -13,12 +13,12 @@ import torch
 from transformers import TrainerCallback
 
 from hf_hsdraft.bench.calls import PeakMemory
+from hf_hsdraft.core.progress import Reporter
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.families.trainable import TRAINABLE
 from hf_hsdraft.training.loop.arguments import training_arguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
-from hf_hsdraft.training.progress import Reporter
 
 from .plan import Settings
 

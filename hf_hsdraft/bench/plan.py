@@ -15,12 +15,11 @@ from rich.console import Console
 
 from ..core.checks import public_name
 from ..core.methods import load
-from ..core.progress import EVERY
+from ..core.progress import EVERY, Reporter
 from ..drafters.base.protocol import Drafter
 from ..runtime.prompt_inputs import encode_prompts
 from ..training.data.conversations import Prompt
 from ..training.files import write_json
-from ..training.progress import Reporter
 from .calls import Settings, processor
 from .report import BenchResult, as_document
 from .run import Measured, check_points, measure, read_questions, sweep

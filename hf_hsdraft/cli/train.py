@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 
 from ..core.checks import nearest_option
 from ..core.methods import offered
+from ..core.progress import Reporter
 from ..training.data.plan import DATA, PANELS, RUNNING, DrafterFields, LearningOptions, Option, TrainingPlan, options_of
 from ._shared import _TARGET, Dtype, checked_device, console, need_extra, present, say
 
@@ -176,7 +177,6 @@ def train(context: typer.Context, **options: Any) -> None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     from ..training.loop.results import result_of, what_is_needed
     from ..training.loop.run import train as run
-    from ..training.progress import Reporter
 
     try:
         run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None), began)

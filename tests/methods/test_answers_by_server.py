@@ -20,6 +20,7 @@ from conftest import make_target, write_prompts
 from packaging.version import Version
 from training_helpers import end_briefly
 
+from hf_hsdraft.core.progress import Reporter
 from hf_hsdraft.methods import answers_by_server as server_module
 from hf_hsdraft.methods.answers_by_server import Answered, answer_by_server
 from hf_hsdraft.training.data import gather
@@ -27,7 +28,6 @@ from hf_hsdraft.training.data.conversations import Prompt
 from hf_hsdraft.training.data.gather import Answering
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.loop.run import train
-from hf_hsdraft.training.progress import Reporter
 
 pytest.importorskip("openai")
 

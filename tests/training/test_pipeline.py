@@ -19,6 +19,7 @@ from training_helpers import chat_of, decodes_as_plain, end_briefly, interrupted
 from transformers import AutoModelForCausalLM, GraniteConfig, MambaConfig
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.core.progress import Reporter
 from hf_hsdraft.methods.adapters import adapted as adapted_by
 from hf_hsdraft.methods.adapters import adapter_names, with_lora
 from hf_hsdraft.training.data import gather
@@ -31,7 +32,6 @@ from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.run_folder import steps_done
 from hf_hsdraft.training.loop.trainer import DrafterTrainer, TrainingDiverged
 from hf_hsdraft.training.loss import loss as loss_module
-from hf_hsdraft.training.progress import Reporter
 
 SIZES = {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40}
 

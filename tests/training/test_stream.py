@@ -11,13 +11,13 @@ from conftest import write_prompts
 from test_pipeline import keys_of, plan, run
 from training_helpers import interrupted, kill_at_step_three
 
+from hf_hsdraft.core.progress import Reporter
 from hf_hsdraft.training.data import gather
 from hf_hsdraft.training.data.conversations import Conversation, Prompt
 from hf_hsdraft.training.data.gather import ChatStream, StreamPlace
 from hf_hsdraft.training.files import RowFolder
 from hf_hsdraft.training.loop import run as run_module
 from hf_hsdraft.training.loop.start import fingerprint
-from hf_hsdraft.training.progress import Reporter
 
 
 def test_each_conversation_is_learned_about_as_often_as_asked_for():

@@ -177,7 +177,7 @@ def written_texts(
     report: Callable[[str], None] = print,
 ) -> list[tuple[torch.Tensor, int]]:
     """Returns greedy texts `[1, length]` of the target, each with the length of its prompt."""
-    from ...training.progress import Reporter
+    from ...core.progress import Reporter
 
     texts = []
     with Reporter.of(report).stage("writing texts", "texts", len(prompts)) as stage:
@@ -223,7 +223,7 @@ def search(
     stay. `most` limits the number of skipped layers; default: all but two. A ValueError as `check_target`, or without
     a text.
     """
-    from ...training.progress import Reporter
+    from ...core.progress import Reporter
 
     check_target(target)
     count = len(layers_of(target)[1])

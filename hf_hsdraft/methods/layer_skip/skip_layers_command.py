@@ -39,12 +39,12 @@ def skip_layers(
     It drafts chains of the length judged best.
     """
     from ...bench.run import spread
+    from ...core.progress import Reporter
     from ...runtime.prompt_inputs import encode_prompts
     from ...runtime.target_loading import DEFAULT_TARGET
     from ...training.data.conversations import read_prompts
     from ...training.evaluate.parity import PROMPTS
     from ...training.files import check_empty
-    from ...training.progress import Reporter
     from .layer_skip import as_drafter, check_target, search, written_texts
 
     check_empty(out)

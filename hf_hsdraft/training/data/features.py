@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from ...core.progress import Reporter
 from ...gpu.varying_shapes import varying_shapes
 from ...runtime.target_loading import is_sharded
 from ..files import write_complete
-from ..progress import Reporter
 from .conversations import TokenizedConversation
 
 _SHARD = 32  # conversations per file; a killed run loses at most one file

@@ -21,9 +21,9 @@ from transformers.trainer_callback import ExportableState
 
 from ..._version import __version__
 from ...core.methods import load
+from ...core.progress import Reporter
 from ...runtime.target_loading import is_sharded
 from ..files import RowFolder
-from ..progress import Reporter
 from .conversations import (
     Conversation,
     Message,

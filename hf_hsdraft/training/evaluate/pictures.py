@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.progress import Stage
 from ...hub.model_card import circumstances
 from ..files import write_complete
-from ..progress import Stage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from ...core.progress import Stage
 from ..files import read_kept, write_json
-from ..progress import Stage, figures_in_words
 
 ANSWERS, FIRST_ANSWERS = 0.3, 0.2  # shares of the time: for all answers, or for those that a stream begins with
 _LEAST_TRAINING = 0.1  # share that training gets even if all before it took longer
@@ -162,6 +162,22 @@ class TimeBudget(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         names = ("spent", "evaluation_seconds", "measured", "ended")
         return {"args": {"minutes": self.minutes}, "attributes": {name: getattr(self, name) for name in names}}
+
+
+_TRAINING = {"loss": "loss {:.3f}", "accuracy_1": "first depth right {:.0%}", "tokens_per_second": "{:,.0f} tokens/s"}
+_EVALUATION = {
+    "eval_tau": "tau {:.2f}",
+    "eval_loss": "held-out loss {:.3f}",
+    "eval_accuracy_1": "first depth right {:.0%}",
+    "eval_parity": "parity {:.4f}",
+}
+
+
+def figures_in_words(logs: Mapping[str, float]) -> str:
+    """Formats the figures of a log entry, which is of training or of an evaluation."""
+    words = _TRAINING if "loss" in logs else _EVALUATION
+    known = {name: float(logs.get(name, math.nan)) for name in words}
+    return ", ".join(text.format(known[name]) for name, text in words.items() if not math.isnan(known[name]))
 
 
 class TrainingProgress(TrainerCallback):

@@ -15,6 +15,7 @@ from transformers import __version__ as transformers_version
 
 from ..._version import __version__
 from ...core.checks import public_name
+from ...core.progress import Reporter
 from ...drafters.base.auto_drafter import AutoDrafter
 from ...hub.drafter_files import DOCUMENTS, FIGURES, RECIPE, read_json
 from ...hub.model_card import read_recipe, write_card
@@ -24,7 +25,6 @@ from ..evaluate.pictures import draw_pictures
 from ..families.family import TrainableFamily
 from ..files import write_json
 from ..loss.objectives import OBJECTIVES
-from ..progress import Reporter
 from .arguments import DrafterTrainingArguments
 from .run_folder import ended_untrained
 from .trainer import DrafterTrainer

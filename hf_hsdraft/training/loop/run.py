@@ -20,6 +20,7 @@ from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
 from ...core.methods import load
+from ...core.progress import Reporter
 from ...hub.publication import Repository
 from ...runtime.target_limits import text_config
 from ...runtime.target_loading import is_sharded
@@ -32,7 +33,6 @@ from ..data.vocabulary import answer_counts, with_draft_vocabulary
 from ..families.family import TrainableFamily
 from ..families.trainable import family_for
 from ..files import disk_full, is_disk_full
-from ..progress import Reporter
 from . import run_folder as folder
 from .arguments import DrafterTrainingArguments
 from .budget import ANSWERS, FIRST_ANSWERS, TimeBudget, TrainingProgress

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
+from ...core.progress import Reporter
 from ...core.statistics import DraftStatistics
 from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.target_weights import TargetWeights
@@ -32,9 +33,8 @@ from ..families.trainable import family_of
 from ..loss.chains import DATA_POLICIES, Pack, PolicyStep, true_labels, unroll
 from ..loss.loss import CHUNK_LOGITS, ChainLoss, LossParts
 from ..loss.objectives import WHOLE_LOSSES, Candidates, objective_of
-from ..progress import Reporter, figures_in_words
 from .arguments import DrafterTrainingArguments
-from .budget import TimeBudget
+from .budget import TimeBudget, figures_in_words
 from .start import check_learning
 
 _BINS = 10  # of confidence

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hf_hsdraft.training import progress
+from hf_hsdraft.core import progress
+from hf_hsdraft.core.progress import Reporter, Stage, span
 from hf_hsdraft.training.loop.budget import TrainingProgress
-from hf_hsdraft.training.progress import Reporter, Stage, span
 
 
 class Clock:
