@@ -28,8 +28,7 @@ from ..base.target_weights import TargetWeights
 from .kinds import UNABLE, described_target, layers_in, renamed
 from .layers import MtpLayers
 from .loading import layer_numbers, layers_of
-from .own_caches import CachedMtpSession
-from .session import MtpSession
+from .session import CachedMtpSession, MtpSession
 
 
 @described

@@ -1,9 +1,11 @@
-"""The session of a target's layers for multi-token prediction, which follows a tree by its nodes."""
+"""Sessions of layers for multi-token prediction: by nodes in one store, or by a cache of each text and node."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -15,7 +17,7 @@ from ..base.draft_options import DraftOptions
 from ..base.protocol import Ask, Call
 from ..base.reading_session import Columns, DraftedNodes, LevelSession, RowContext, Slots
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import DraftMemory, LevelExpansion
+from ..base.tree_session import DraftMemory, LevelExpansion, Levels
 from .layers import MtpLayers, held_at
 
 
@@ -75,14 +77,45 @@ class DraftedColumns(DraftedNodes):
         return self._layers.logits(made[0], held.start), numbers
 
 
-class MtpSession(LevelSession):
-    """Drafts trees (or chains), a depth of all rows per forward. A column of x_p is queued with position p - 1."""
+class _Columns(NamedTuple):
+    """What a text's last column leaves."""
 
-    def __init__(self, drafter: Any, layers: MtpLayers, call: Call) -> None:
+    outputs: torch.Tensor  # `[L, D]`; zeros where it lacks a layer
+    first: torch.Tensor  # `[1]`, the first position read
+
+
+class _LayersSession(LevelSession):
+    """Drafts trees (or chains) by the layers. A column of x_p is queued with position p - 1."""
+
+    def __init__(self, drafter: Any, layers: MtpLayers, call: Call, stored: int) -> None:
         self._layers, self._used = layers, min(layers.count, call.options.depth)
         ids = torch.arange(layers.vocab_size, device=layers.device)
-        super().__init__(drafter, TargetWeights(layers.embed, None, ids), call, layers.num_stored)
+        super().__init__(drafter, TargetWeights(layers.embed, None, ids), call, stored)
         self.kind = (layers.count, self._used, layers.dtype, layers.device)
+
+    def levels(self, rows: Sequence[int], depth: int) -> Levels:
+        """Returns the levels of a draft of rows whose columns have been read."""
+        raise NotImplementedError
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        rows = [ask.row for ask in asks]
+        self.read_pending(rows)
+        return LevelExpansion(self.levels(rows, depth), depth, options.temperature, self.race(rows, depth))
+
+    def memory(self, length: int) -> DraftMemory | None:
+        return super().memory(length) if 0 in self._left else None
+
+    def resume(self, memory: Any, cached: int) -> None:
+        fits = isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1)
+        if fits and len(memory.context[1].outputs) == self._used:
+            super().resume(memory, cached)
+
+
+class MtpSession(_LayersSession):
+    """Drafts a depth of all rows per forward."""
+
+    def __init__(self, drafter: Any, layers: MtpLayers, call: Call) -> None:
+        super().__init__(drafter, layers, call, layers.num_stored)
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
         every, block = [column.split(list(counts.values())) for column in (*columns, slots.slots)], MASK_ROWS
@@ -113,35 +146,114 @@ class MtpSession(LevelSession):
             return context.view(layer, rows)
 
         below, tokens = pad_sequence(taps, batch_first=True), pad_sequence(embeds, batch_first=True)
-        firsts = [each[:1] if left is None else left[1] for left, each in zip(known, positions, strict=True)]
+        firsts = [each[:1] if left is None else left.first for left, each in zip(known, positions, strict=True)]
         begins, ends = torch.stack(firsts), on_device(lengths, device) - 1
         none = below.new_zeros(self._used, below.shape[-1])
-        last = [none if left is None else left[0] for left in known]
+        last = [none if left is None else left.outputs for left in known]
         kept = []
         for layer in range(self._used):
             seen = context.seen(rows, at, _near(self._layers.windows[layer], at, begins + layer))
             made = self._layers.run(layer, tokens, below, at + 1, seen, write)
             kept.append(made[torch.arange(len(rows), device=device), ends])
             below = torch.cat([torch.stack([each[layer : layer + 1] for each in last]), made[:, :-1]], dim=1)
-        self._left.update(zip(rows, zip(torch.stack(kept, dim=1), firsts, strict=True), strict=True))
+        self._left.update(zip(rows, map(_Columns, torch.stack(kept, dim=1), firsts), strict=True))
 
-    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
-        rows = [ask.row for ask in asks]
-        self.read_pending(rows)
+    def levels(self, rows: Sequence[int], depth: int) -> Levels:
         outputs, begins = (torch.stack(each) for each in zip(*(self._left[row] for row in rows), strict=True))
-        drafted = DraftedColumns(self._layers, self._context, rows, outputs, self.anchors(rows), begins, depth)
-        return LevelExpansion(drafted, depth, options.temperature, self.race(rows, depth))
-
-    def memory(self, length: int) -> DraftMemory | None:
-        return super().memory(length) if 0 in self._left else None
-
-    def resume(self, memory: Any, cached: int) -> None:
-        fits = isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1)
-        if fits and len(memory.context[1][0]) == self._used:
-            super().resume(memory, cached)
+        return DraftedColumns(self._layers, self._context, rows, outputs, self.anchors(rows), begins, depth)
 
 
 def _near(window: int | None, last: torch.Tensor, first: torch.Tensor, depth: int = 0) -> torch.Tensor:
     """Returns how many positions up to `last` a query may see, from `first` on; `depth` is its distance from `last`."""
     near = last - first + 1
     return near if window is None else near.clamp(max=window - depth)
+
+
+@dataclass
+class _Text:
+    """What the layers have read of a text."""
+
+    cache: Any
+    outputs: torch.Tensor  # `[L, D]`, of the last column; zeros where it lacks a layer
+    columns: int = 0
+
+    def read(self, layers: MtpLayers, taps: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor) -> None:
+        """Reads further columns; layer k has none before the k-th of a text."""
+        below, kept = taps, []
+        for layer, last in enumerate(self.outputs):
+            made, late = taps.new_zeros(taps.shape), max(layer - self.columns, 0)
+            if late < len(taps):
+                each = (embeds[None, late:], below[None, late:], positions[None, late:])
+                made[late:] = layers.run_cached(layer, *each, self.cache)[0]
+            kept.append(made[-1])
+            below = torch.cat([last[None], made[:-1]])
+        self.outputs, self.columns = torch.stack(kept), self.columns + len(taps)
+
+
+class _DraftedCopies:
+    """`Levels` of nodes drafted in one round, whose states are their places among the nodes of their depth.
+
+    Which layers are in the column of a node, see `DraftedColumns`.
+    """
+
+    def __init__(self, layers: MtpLayers, texts: Sequence[_Text], roots: torch.Tensor, depth: int) -> None:
+        self._layers, self._roots, self._depth = layers, roots, depth
+        self._caches = [copy.deepcopy(text.cache) for text in texts]
+        self._outputs = list(torch.stack([text.outputs for text in texts])[:, None].unbind(2))  # `[B, n, D]` by layer
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)[..., None]
+        if states is None:
+            return self._layers.logits(self._outputs[0], 0), places
+        return self._of_nodes(level - 1, tokens, states[..., 0]), places
+
+    def _of_nodes(self, depth: int, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        used, embeds = len(self._outputs), self._layers.embed(tokens)
+        held = held_at(depth, used, self._depth)
+        alone = parents.shape[1] == 1 and self._outputs[0].shape[1] == 1
+        outputs = [each.gather(1, parents[..., None].expand(-1, -1, each.shape[-1])) for each in self._outputs]
+        below, made = outputs[(depth - 1) % used], {}
+        for row, cache in enumerate([] if alone else self._caches):
+            cache.reorder_cache(parents[row])
+        for layer in held:
+            rows = zip(embeds, below, self._roots + depth, self._caches, strict=True)
+            below = torch.stack(
+                [
+                    self._layers.run_cached(layer, own[:, None], state[:, None], at.expand(len(own), 1), cache)[:, 0]
+                    for own, state, at, cache in rows
+                ]
+            )
+            made[layer] = below
+        self._outputs = [made.get(layer, torch.zeros_like(each)) for layer, each in enumerate(outputs)]
+        return self._layers.logits(made[held.start], held.start)
+
+
+class CachedMtpSession(_LayersSession):
+    """Drafts each row by itself, by layers that run on transformers' caches: a branch of a draft continues a copy.
+
+    The states of these layers cannot be told apart by node: they convolve neighbouring positions (Inkling), or choose
+    groups of keys by their slots (MiniMax-M3, GLM-5.3).
+    """
+
+    def __init__(self, drafter: Any, layers: MtpLayers, call: Call) -> None:
+        super().__init__(drafter, layers, call, 0)
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        for row, *parts in zip(counts, *(each.split(list(counts.values())) for each in columns), strict=True):
+            if row not in self._left:
+                none = parts[0].new_zeros(self._used, parts[0].shape[-1])
+                self._left[row] = _Text(self._layers.new_cache(), none)
+            # A mask of a whole prompt would grow quadratically.
+            for taps, embeds, positions in zip(*(part.split(MASK_ROWS) for part in parts), strict=True):
+                self._left[row].read(self._layers, taps, embeds, positions + 1)
+
+    def levels(self, rows: Sequence[int], depth: int) -> Levels:
+        return _DraftedCopies(self._layers, [self._left[row] for row in rows], self.anchors(rows), depth)
+
+    def saved(self) -> Any:
+        return copy.deepcopy(super().saved())
+
+    def restore(self, saved: Any) -> None:
+        super().restore(copy.deepcopy(saved))
