@@ -114,7 +114,7 @@ def speed(answer: Mapping[str, Any]) -> float:
 
 
 def rows(systems: Mapping[str, System]) -> Iterator[list[Any]]:
-    from hf_hsdraft.serve.conversation import alike
+    from hf_hsdraft.core.tensors import shared_length
 
     plain = [system.answers for title, system in systems.items() if title.startswith("plain") and system.answers]
     for title, system in systems.items():
@@ -128,7 +128,7 @@ def rows(systems: Mapping[str, System]) -> Iterator[list[Any]]:
             ratios = [speed(own) / speed(other) for own, other in zip(answers, plain[0], strict=False)]
             over = statistics.median(ratios)
             pairs = [(own["tokens"], other["tokens"]) for own, other in zip(answers, plain[-1], strict=False)]
-            same = f"{sum(alike(*pair) for pair in pairs)} of {sum(len(other) for _, other in pairs)}"
+            same = f"{sum(shared_length(*pair) for pair in pairs)} of {sum(len(other) for _, other in pairs)}"
         first = 1000 * statistics.median(one["first"] for one in answers)
         peak = max(one["peak"] or 0 for one in answers) // 2**20 or None
         middle = statistics.median(map(speed, answers))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from ..core.tensors import shared_length
+
 _LEAST = 8  # tokens that are worth copying
 
 
@@ -22,11 +24,6 @@ class _Part:
     states: list[torch.Tensor] = field(default_factory=list)
     after: dict[int, _Part] = field(default_factory=dict)  # by first token
     used: int = 0
-
-    def common(self, ids: Sequence[int]) -> int:
-        """Number of first tokens in common."""
-        pairs = enumerate(zip(self.tokens, ids, strict=False))
-        return next((place for place, (own, other) in pairs if own != other), min(len(self.tokens), len(ids)))
 
     def split(self, at: int) -> None:
         """Makes two parts of this one."""
@@ -97,7 +94,7 @@ class PrefixCache:
         self._clock += 1
         begin = 0
         while begin < len(ids) and (found := part.after.get(ids[begin])) is not None:
-            count = found.common(ids[begin:])
+            count = shared_length(found.tokens, ids[begin:])
             part, begin, found.used = found, begin + count, self._clock
             yield found, count
             if count < len(found.tokens):

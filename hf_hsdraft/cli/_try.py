@@ -26,9 +26,9 @@ from ..core.progress import working
 from ..core.statistics import DraftStatistics
 from ..runtime.misreading import first_divergence
 from ..runtime.prompt_inputs import encode_prompts, room_left
-from ..serve.conversation import PieceStreamer
+from ..serve.conversation import DRAFTED, OWN, DraftColourStreamer
 
-DRAFTED, _OWN, _LATER = "green", "default", "dim"
+_LATER = "dim"
 _SHORTEST, _LONGEST, _SECONDS = 24, 64, 20.0  # tokens of a text by default; seconds for all texts, decoded plainly
 _FIRST_CALLS = 3  # drafted calls at most before the timed ones, on CPUs until weights are packed
 _WIDTH = 110  # columns of a picture
@@ -51,20 +51,6 @@ def machine(device: str | torch.device) -> dict[str, str]:
         "processor": processor(torch.device(device)),
         "threads": str(torch.get_num_threads()),
     }
-
-
-class Recorder(PieceStreamer):
-    """Keeps the pieces of a text, and prints them if there is a console."""
-
-    def __init__(self, tokenizer: Any, console: Console | None = None) -> None:
-        super().__init__(tokenizer)
-        self.pieces: list[tuple[str, bool, int]] = []  # text, whether it was drafted, number of tokens with it
-        self._console = console
-
-    def show(self, text: str, drafted: bool) -> None:
-        self.pieces.append((text, drafted, len(self.ids)))
-        if self._console is not None:
-            self._console.print(Text(text, style=DRAFTED if drafted else _OWN), end="", soft_wrap=True)
 
 
 @dataclass
@@ -94,7 +80,7 @@ class Side:
         shown = Text()
         for text, drafted, tokens in self.pieces:
             late = self.statistics is None and tokens > forwards
-            shown.append(text, style=_LATER if late else DRAFTED if drafted else _OWN)
+            shown.append(text, style=_LATER if late else DRAFTED if drafted else OWN)
         return shown
 
 
@@ -204,7 +190,7 @@ def decode(
     with working("first calls, which take longer: trying what decoding costs here"):
         short = calls[0] | {"max_new_tokens": min(_SHORTEST, calls[0]["max_new_tokens"]), "eos_token_id": None}
         model.generate(**short | {"max_new_tokens": 1})  # the first forward of a process is slow
-        affordable = int(_decoded(model, short, None, Recorder(tokenizer))[0].speed * _SECONDS / len(calls))
+        affordable = int(_decoded(model, short, None, DraftColourStreamer(tokenizer))[0].speed * _SECONDS / len(calls))
         for _ in range(_FIRST_CALLS):  # not shortened: short ones would pack no weights
             output = model.generate(**calls[0], assistant_model=drafter)
             if model.device.type != "cpu" or output.statistics.packed_weights:
@@ -216,17 +202,17 @@ def decode(
         sides, outputs = dict[bool, Side](), dict[bool, Any]()
         for drafts in (True, False) if number % 2 == 0 else (False, True):
             if drafts:
-                sides[True], outputs[True] = _decoded(model, call, drafter, Recorder(tokenizer, out))
+                sides[True], outputs[True] = _decoded(model, call, drafter, DraftColourStreamer(tokenizer, out))
                 out.print("\n")
             else:
                 with working(f"the same without drafts ({number + 1} of {len(prompts)})"):
-                    sides[False], outputs[False] = _decoded(model, call, None, Recorder(tokenizer))
+                    sides[False], outputs[False] = _decoded(model, call, None, DraftColourStreamer(tokenizer))
         length = call["input_ids"].shape[1]
         found = first_divergence(model, length, outputs[False].sequences, outputs[True].sequences)
         trial.tried.append(Tried(prompt, sides[False], sides[True], "" if found is None else str(found)))
 
 
-def _decoded(model: Any, call: dict[str, Any], drafter: Any, streamer: Recorder) -> tuple[Side, Any]:
+def _decoded(model: Any, call: dict[str, Any], drafter: Any, streamer: DraftColourStreamer) -> tuple[Side, Any]:
     begin = time.perf_counter()
     output = model.generate(**call, assistant_model=drafter, streamer=streamer)
     seconds, tokens = time.perf_counter() - begin, output.sequences.shape[1] - call["input_ids"].shape[1]

@@ -175,8 +175,8 @@ def chat(
     """Chats in the terminal, with drafted tokens coloured, and tau and tokens/s after each answer."""
     import torch
 
-    from ..serve.chat import TerminalChat, warm_up
-    from ..serve.conversation import Conversation
+    from ..serve.chat import TerminalChat
+    from ..serve.conversation import Conversation, warm_up
 
     model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

@@ -128,3 +128,11 @@ def best_of(logits: torch.Tensor, count: int) -> torch.Tensor:
 def biased(logits: torch.Tensor, bias: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
     """Returns logits `[..., V]` with `bias` added where `reach`, bool, is True; `None` for everywhere."""
     return logits + (bias if reach is None else bias.masked_fill(~reach, 0.0))
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the number of equal tokens at the beginning of two texts."""
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return next(place for place in range(least) if one[place] != other[place])

@@ -21,6 +21,7 @@ from transformers.generation import logits_process
 
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
+from ..core.tensors import shared_length
 
 
 class GrammarProcessor:
@@ -100,8 +101,7 @@ class GrammarProcessor:
         tokens = input_ids[0, self._begin :].tolist()
         shared = len(self._read)
         if tokens[:shared] != self._read:
-            pairs = enumerate(zip(tokens, self._read, strict=False))
-            shared = next((place for place, (new, old) in pairs if new != old), len(tokens))
+            shared = shared_length(tokens, self._read)
             self._matcher.rollback(len(self._read) - shared)
             del self._read[shared:]
         for token in tokens[shared:]:

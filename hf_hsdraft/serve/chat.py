@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from .conversation import Answer, Conversation, PieceStreamer
+from .conversation import Answer, Conversation, DraftColourStreamer
 
-DRAFTED, _OWN = "green", "default"
 HELP = """/clear   forget the conversation
 /plain   answer without the drafter
 /draft   answer with the drafter again
 /help    these lines
 /exit    leave (also Ctrl-D); Ctrl-C ends an answer"""
-_WARM_UP = 24  # tokens
-
-
-class DraftColourStreamer(PieceStreamer):
-    def __init__(self, tokenizer: Any, console: Console) -> None:
-        super().__init__(tokenizer)
-        self._console = console
-
-    def show(self, text: str, drafted: bool) -> None:
-        self._console.print(Text(text, style=DRAFTED if drafted else _OWN), end="", soft_wrap=True)
-
-    def end(self) -> None:
-        super().end()
-        self._console.print()
 
 
 class TerminalChat:
@@ -61,6 +44,7 @@ class TerminalChat:
         streamer = DraftColourStreamer(self._conversation.tokenizer, self._console)
         try:
             answer = self._conversation.ask(message, streamer)
+            self._console.print()
         except KeyboardInterrupt:
             self._console.print("\n[dim]stopped; this message is forgotten[/]")
         except ValueError as error:
@@ -98,9 +82,3 @@ def figures(answer: Answer) -> str:
     if answer.cut:
         parts.append("cut at the limit of new tokens")
     return ", ".join(parts)
-
-
-def warm_up(target: Any, tokenizer: Any, drafter: Any) -> None:
-    """Decodes a few tokens, so that the first answer does not include measuring the cost of drafting."""
-    conversation = Conversation(target, tokenizer, drafter, do_sample=False, max_new_tokens=_WARM_UP)
-    conversation.ask("Hello, who are you?")

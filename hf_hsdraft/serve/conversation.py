@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
 from ..core.cache_name import CACHE, returned_cache
 from ..core.statistics import DraftStatistics
-from ..core.tensors import device_of
+from ..core.tensors import device_of, shared_length
 from ..runtime.prompt_inputs import end_tokens, room_left
+
+DRAFTED, OWN = "green", "default"  # styles of text
+_WARM_UP = 24  # tokens
 
 
 @dataclass(frozen=True)
@@ -114,19 +118,13 @@ class Conversation:
         if self._cache is None:
             return None
         length = self._cache.get_seq_length()
-        same = alike(self._text[:length], ids[:-1])
+        same = shared_length(self._text[:length], ids[:-1])
         if same < length:
             sliding = any(getattr(layer, "is_sliding", False) for layer in self._cache.layers)
             if same == 0 or sliding or not self._cache.is_croppable:
                 return None
             self._cache.crop(same - length)
         return self._cache
-
-
-def alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of equal tokens at the beginning of two texts."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class PieceStreamer(BaseStreamer):
@@ -160,3 +158,23 @@ class PieceStreamer(BaseStreamer):
     def end(self) -> None:
         rest = self._tokenizer.decode(self.ids, skip_special_tokens=True)[self._shown :]
         self.show(rest, drafted=False)
+
+
+class DraftColourStreamer(PieceStreamer):
+    """Keeps the pieces of a text, and prints them if there is a console, drafted ones in colour."""
+
+    def __init__(self, tokenizer: Any, console: Console | None = None) -> None:
+        super().__init__(tokenizer)
+        self.pieces: list[tuple[str, bool, int]] = []  # text, whether it was drafted, number of tokens with it
+        self._console = console
+
+    def show(self, text: str, drafted: bool) -> None:
+        self.pieces.append((text, drafted, len(self.ids)))
+        if self._console is not None:
+            self._console.print(Text(text, style=DRAFTED if drafted else OWN), end="", soft_wrap=True)
+
+
+def warm_up(target: Any, tokenizer: Any, drafter: Any) -> None:
+    """Decodes a few tokens, so that the first answer does not include measuring the cost of drafting."""
+    conversation = Conversation(target, tokenizer, drafter, do_sample=False, max_new_tokens=_WARM_UP)
+    conversation.ask("Hello, who are you?")

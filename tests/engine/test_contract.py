@@ -40,7 +40,7 @@ from hf_hsdraft.methods.drawn import Rejection
 from hf_hsdraft.pace.pacing import CostPace
 from hf_hsdraft.runtime.cache_slots import cache_layers
 from hf_hsdraft.runtime.ended_rows import EndedRows
-from hf_hsdraft.serve.chat import DraftColourStreamer
+from hf_hsdraft.serve.conversation import DraftColourStreamer
 from hf_hsdraft.verify.verdict import OwnChoice
 
 NEW = 16

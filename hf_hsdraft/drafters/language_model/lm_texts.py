@@ -21,7 +21,7 @@ from ...core.cache_name import CACHE, takes_cache
 from ...core.checks import few, printable
 from ...core.draft_tree import TreeBatch
 from ...core.kept import kept_with
-from ...core.tensors import device_of, embedded_tokens, on_device
+from ...core.tensors import device_of, embedded_tokens, on_device, shared_length
 from ...core.tuning import MASK_ROWS
 from ...runtime.cache_slots import CacheSlots, cache_layers, move_slots
 from ...runtime.misreading import same_but_rounding
@@ -239,13 +239,6 @@ def _parts(tokens: Sequence[Sequence[int]], columns: int) -> Iterator[list[Seque
     for end in range(columns % most or most, columns + 1, most):
         left = columns - end
         yield [each[max(len(each) - left - most, 0) : max(len(each) - left, 0)] for each in tokens]
-
-
-def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    least = min(len(one), len(other))
-    if one[:least] == other[:least]:
-        return least
-    return next(place for place in range(least) if one[place] != other[place])
 
 
 _TEXTS = ((5, 6, 7), (8, 9))  # different lengths

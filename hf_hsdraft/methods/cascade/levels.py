@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ...core.tensors import embedded_tokens
+from ...core.tensors import embedded_tokens, shared_length
 from ...drafters.base.protocol import Accepted, Drafter
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
-from ...drafters.language_model.lm_texts import LMTexts, ability_of, groups_of_rows, kind_of, shared_length
+from ...drafters.language_model.lm_texts import LMTexts, ability_of, groups_of_rows, kind_of
 from ...runtime.target_limits import furthest_position, text_config
 from .supposing import SupposingSession
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
+from ...core.tensors import shared_length
 from ...engine.loop import Observer, Round
-from ...serve.chat import warm_up
-from ...serve.conversation import Answer, Conversation, PieceStreamer, alike
+from ...serve.conversation import Answer, Conversation, PieceStreamer, warm_up
 
 LAST_ROUNDS = 8  # rounds whose trees are kept
 
@@ -84,7 +84,7 @@ class Turn:
     def difference(self) -> int | None:
         """Index of the first new token in which the answers differ; `None` if they are the same."""
         mine, other = (reply.ids if reply else [] for reply in (self.reply, self.plain))
-        return None if mine == other else alike(mine, other)
+        return None if mine == other else shared_length(mine, other)
 
 
 class Talk:
