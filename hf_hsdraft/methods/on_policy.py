@@ -31,7 +31,6 @@ from ..training.families.trainable import family_of
 from ..training.loop.arguments import TRAINING_OPTIONS, TrainingOption
 from ..training.loss.chains import (
     DATA_POLICIES,
-    Branches,
     ChainLabels,
     Chains,
     DataPolicy,
@@ -41,6 +40,7 @@ from ..training.loss.chains import (
     true_labels,
     unroll,
 )
+from .distillation.branches import Branches
 
 _DECAY = 0.9  # weight of a rejected draft in stream B, to the power of its depth
 

@@ -22,7 +22,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import as_attention_takes_it
 from ...training.families.family import OPTIONS, Choose, TrainableFamily, name_of, trained
 from ...training.families.trainable import TRAINABLE
-from ...training.loss.chains import Branches
+from .branches import Branches
 from .layer_subset import evenly, layers_of, with_layers
 
 _PRUNED_BY = 5  # a fresh drafter has a fifth of the target's layers

@@ -13,7 +13,7 @@ from ...core.checks import demand
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...hub.checkpoint import Checkpoint
 from ...training.families.trainable import TRAINABLE
-from ...training.loss.chains import Branches
+from ..distillation.branches import Branches
 from ..distillation.lm_training import LMFamily, TrainedLM
 from .steered_lm import SteeredLMDrafter, Steering, SteeringSizes, has_steering
 
