@@ -164,8 +164,8 @@ class TimeBudget(TrainerCallback, ExportableState):
         return {"args": {"minutes": self.minutes}, "attributes": {name: getattr(self, name) for name in names}}
 
 
-_TRAINING = {"loss": "loss {:.3f}", "accuracy_1": "first depth right {:.0%}", "tokens_per_second": "{:,.0f} tokens/s"}
-_EVALUATION = {
+_STEPS = {"loss": "loss {:.3f}", "accuracy_1": "first depth right {:.0%}", "tokens_per_second": "{:,.0f} tokens/s"}
+_HELD_OUT = {
     "eval_tau": "tau {:.2f}",
     "eval_loss": "held-out loss {:.3f}",
     "eval_accuracy_1": "first depth right {:.0%}",
@@ -175,7 +175,7 @@ _EVALUATION = {
 
 def figures_in_words(logs: Mapping[str, float]) -> str:
     """Formats the figures of a log entry, which is of training or of an evaluation."""
-    words = _TRAINING if "loss" in logs else _EVALUATION
+    words = _STEPS if "loss" in logs else _HELD_OUT
     known = {name: float(logs.get(name, math.nan)) for name in words}
     return ", ".join(text.format(known[name]) for name, text in words.items() if not math.isnan(known[name]))
 
