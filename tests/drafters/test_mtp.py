@@ -427,6 +427,13 @@ def test_the_table_says_what_the_layers_of_a_type_do(model_type):
         assert row.equal and row.batch == "equal" and row.tau > 1.5
 
 
+def test_layers_of_targets_that_choose_blocks_of_keys_draft_chains():
+    """As files of MiniMax-M3 have them; its configuration class makes all layers full attention."""
+    row = check_layers("minimax_m3_vl_text")
+    assert row.drafts == "chain" and "MiniMaxM3VLSparseCacheLayer" in row.reason
+    assert row.equal and row.batch == "refused" and row.tau > 1.5
+
+
 def test_reading_the_layers_leaves_the_target_trainable(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).train()
     layers = MtpDrafter.for_target(model).layers.model.layers

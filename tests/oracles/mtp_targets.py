@@ -34,7 +34,9 @@ _OWN_LISTS = (
     "hy_v4",
     "inkling_text",
     "mimo_v2_flash",
-)  # types that do not run with full attention alone
+    "minimax_m3_vl",
+    "minimax_m3_vl_text",
+)  # types that do not run with full attention alone, or never do
 GENERATING = {**AutoModelForCausalLM._model_mapping, **AutoModelForImageTextToText._model_mapping}
 LAYERS = {name: count for name, count in _LAYERS.items() if name in CONFIG_MAPPING}  # sarvam since 5.24
 

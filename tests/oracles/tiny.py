@@ -35,6 +35,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"n_shared_experts|moe_num_shared_experts|n_group$|topk_group|num_expert_group", 1),
     (r"(index_topk|keep_window_size|log_scaling_n_floor)$", 24),  # reached within a few tokens
     (r"(index_kpool|index_block_size)$", 4),
+    (r"index_topk_blocks$", 3),
     (r"floor_scale$", 32),
     (r"(sliding_window|attention_window_size|attention_chunk_size|window_size)$", 8),
     (r"(max_position_embeddings|n_positions|(target|source)_positions|n_ctx|max_seq_len|seq_length)$", 256),
@@ -52,6 +53,8 @@ _OPEN = {
     "head_dim": 8, "num_key_value_heads": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
     "indexer_budget": 24, "indexer_compress_ratio": 4,
 }  # fmt: skip
+# Types of layers that files have, where a configuration class makes all layers full attention.
+_LAYER_TYPES = {"minimax_m3_vl_text": ["full_attention", "minimax_m3_sparse"]}
 _STD = re.compile(r"(initializer_range|init_std|initializer_factor|initializer_range_mlp)$")
 
 
@@ -74,6 +77,8 @@ def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any
             fields[name] = {**shrunk(inner, layer_lists), "model_type": inner.model_type}
         elif name == "layer_types" and layer_lists == "full":
             fields[name] = ["full_attention"] * _LAYERS
+        elif name == "layer_types" and config.model_type in _LAYER_TYPES:
+            fields[name] = (_LAYER_TYPES[config.model_type] * _LAYERS)[:_LAYERS]
         elif isinstance(value, list) and value and len(value) == old_layers:
             if layer_lists == "cut":
                 kinds = list(dict.fromkeys(map(str, value)))[:_LAYERS]
