@@ -35,8 +35,6 @@ def single_attention(decoder: Any) -> type[nn.Module]:
             self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
 
         def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            if hasattr(getattr(self.self_attn, "indexer", None), "index_kpool"):  # it takes a mask of padding
-                kwargs["attention_mask"] = x.new_ones(x.shape[:2], dtype=torch.bool)
             x = x + self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)[0]
             return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -63,7 +63,6 @@ class MtpDrafter(Drafter):
         "its layers belong to its target's checkpoint; keep that, and make the drafter again by "
         'MtpDrafter.for_target(model), or pass assistant_model="mtp" to generate'
     )
-
     rows_of_trial = 4
 
     def __init__(

@@ -44,6 +44,7 @@ class Kind:
     untold: tuple[str, ...] = ()  # questions (`base/readings.py`) that its reference implementations answer differently
     by_node: bool = True  # whether the states of drafts can be told apart by node
     turns_keys: bool = False  # whether attention takes the rotary embedding of all keys
+    masks_padding: bool = False  # whether attention is causal by itself, and takes a mask of padding
     block: Callable[[Any], type[nn.Module]] | None = None  # makes the class of its decoder layer; None for the target's
     around: Callable[[Any, Any], None] | None = None  # replaces the parts around it, given a layer and a decoder
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the layers' configuration
@@ -93,7 +94,7 @@ KINDS = {
     ), counted_by="mtp_num_hidden_layers", uncounted=1, attention=INDEXED, reads_normed=False, hands_on_normed=False,
        by_node=False, turns_keys=True, block=several_streams, around=around_streams, fields={"ple_layer_ids": []}),
     "glm5_next_text": Kind("../../models/glm5next/common/mtp.py", attention=INDEXED, by_node=False,
-                           block=single_attention, fields={"indexer_types": ["full"] * 8}),
+                           masks_padding=True, block=single_attention, fields={"indexer_types": ["full"] * 8}),
 }  # fmt: skip
 
 # The package speculators names the parts of all types alike.

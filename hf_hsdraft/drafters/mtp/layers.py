@@ -167,7 +167,9 @@ class MtpLayers:
         cache: Any,
     ) -> torch.Tensor:
         model, parts = self.model, self.model.layers[layer]
-        if mask is not None:
+        if self.kind.masks_padding:
+            mask = embeds.new_ones(embeds.shape[:2], dtype=torch.bool)
+        elif mask is not None:
             hidden = torch.finfo(embeds.dtype).min
             mask = torch.zeros_like(mask, dtype=embeds.dtype).masked_fill_(~mask, hidden)[:, None]
         rotary, turns = model.rotary_emb, None
