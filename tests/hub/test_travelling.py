@@ -30,12 +30,12 @@ def alone(monkeypatch):
     for name in WRAPPED:
         monkeypatch.setattr(GenerationMixin, name, getattr(GenerationMixin, name))
 
-    def load(folder):
+    def load(folder, **kwargs):
         entry = json.loads((folder / "config.json").read_text())["auto_map"]
         with monkeypatch.context() as context:
             context.setitem(sys.modules, "hf_hsdraft", None)
             get_class_from_dynamic_module(entry["AutoConfig"], folder)
-            drafter = get_class_from_dynamic_module(entry["AutoModel"], folder).from_pretrained(folder).eval()
+            drafter = get_class_from_dynamic_module(entry["AutoModel"], folder).from_pretrained(folder, **kwargs).eval()
         code_of(drafter).install()  # again, if an earlier test has loaded the same code
         return drafter
 
@@ -255,3 +255,18 @@ def test_a_newer_format_is_refused(folder, alone):
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 3}))
     with pytest.raises(ValueError, match="format_version=3"):
         alone(folder)
+
+
+@pytest.mark.parametrize("attention", [None, "sdpa", "eager"])
+def test_names_of_attention_that_change_nothing_are_taken(attention, target, folder, alone):
+    given = {} if attention is None else {"attn_implementation": attention}
+    plain = decoded(target)
+    for drafter in (AutoModel.from_pretrained(folder, trust_remote_code=True, **given), alone(folder, **given)):
+        assert decoded(target, assistant_model=drafter) == plain
+        drafter.save_pretrained(folder.parent / "again")
+        assert "sdpa" not in (folder.parent / "again" / "config.json").read_text()
+
+
+def test_attention_that_a_drafter_does_not_compute_is_refused(folder):
+    with pytest.raises(ValueError, match=r"computes attention by itself; leave it out, or pass 'sdpa' or 'eager'"):
+        AutoModel.from_pretrained(folder, trust_remote_code=True, attn_implementation="flash_attention_2")

@@ -56,6 +56,7 @@ def fields_of(config_class: Any) -> set[str]:
 class PretrainedDrafter(PreTrainedModel, SavedDrafter):
     """A drafter that is a model of transformers, whose folder is a repository of the Hub."""
 
+    _supports_sdpa = True  # so that transformers lets this name pass: attention is computed here all the same
     travels_as: ClassVar[Any] = None  # the class that drafts where the package is not installed, if one does
 
     @classmethod
@@ -168,6 +169,7 @@ class PretrainedDrafter(PreTrainedModel, SavedDrafter):
                 f"config={type(given).__name__} is invalid: expected an {kind.__name__}, or the folder or Hub name "
                 "of a drafter to read one from"
             )
+        Placement.taken_from({"attn_implementation": given._attn_implementation})  # from AutoModel
         config = copy.deepcopy(given)
         for field, value in overrides.items():
             setattr(config, field, value)

@@ -45,6 +45,7 @@ class TravellingDrafter(PreTrainedModel):
     # Name and subfolder of its repository, and how it is fetched; None if it was not loaded
     loaded_from: tuple[str, str, dict[str, Any]] | None = None
     has_network: ClassVar[bool] = True  # whether its network's code is included
+    _supports_sdpa = True  # lets this name pass: attention is computed here all the same
     adjust_generation_fn = GenerationMixin.adjust_generation_fn  # loads the drafting options
 
     @classmethod
