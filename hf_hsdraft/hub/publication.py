@@ -146,6 +146,29 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     write_card(partial, folder.resolve().name)
 
 
+def files_in(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Returns the paths of a folder's files, each with what tells it from a later one of its name."""
+    stats = {path.relative_to(folder): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats.items()}
+
+
+def link_written(folder: Path, former: Mapping[Path, Any], stage: Path, documents: Iterable[str]) -> None:
+    """Links a folder's files into another where they are not `former` ones, to be pushed from there.
+
+    Of an adapter, former documents too: its recipe may name its place on the Hub.
+    """
+    files = files_in(folder)
+    names = [path for path in files if files[path] != former.get(path)]
+    if Path(ADAPTER_CONFIG) in names:
+        names += [path for path in map(Path, documents) if path in files and path not in names]
+    for path in names:
+        (stage / path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(folder / path, stage / path)
+        except OSError:  # no links there
+            shutil.copyfile(folder / path, stage / path)
+
+
 def bring_known(source: Path, partial: Path) -> None:
     """Copies a drafter's documents and files of methods.
 

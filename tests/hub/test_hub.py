@@ -452,6 +452,36 @@ answer([
     )
 
 
+def test_what_is_saved_and_pushed_is_written_once(bench):
+    """And what lies beside it in the folder is not sent."""
+    found = bench.child(
+        """
+import os
+from pathlib import Path
+from hf_hsdraft import CausalLMDrafter
+answers = []
+for name, drafter in ("once", HSDrafter.from_pretrained("drafter")), ("model-once", CausalLMDrafter(target)):
+    Path(name).mkdir()
+    Path(name, "notes.txt").write_text("mine")
+    written, model = [], getattr(drafter, "model", drafter)
+    model.state_dict = lambda *args, of=type(model).state_dict, model=model, written=written, **kwargs: (
+        written.append(1), of(model, *args, **kwargs))[1]
+    for _ in range(2):
+        drafter.save_pretrained(name, push_to_hub=True, repo_id=f"user/{name}")
+    answers.append([len(written), sorted(path.name for path in Path(name).iterdir())])
+answer(answers)
+""",
+        home="author",
+        token=TOKEN,
+    )
+    for name, (written, files) in zip(("once", "model-once"), found, strict=True):
+        assert written == 2 and not [each for each in files if each.startswith(".")]
+        sent = bench.hub.files(f"user/{name}")
+        assert sent["model.safetensors"] == (bench.folder / name / "model.safetensors").read_bytes()
+        assert "notes.txt" in files and "notes.txt" not in sent
+    assert set(bench.hub.files("user/once")) == REPOSITORY
+
+
 @needs_peft
 @pytest.mark.parametrize("package", [True, False], ids=["by the package", "by its own code"])
 def test_an_adapter_is_pushed_without_its_drafter_and_without_paths_of_this_machine(bench, package):

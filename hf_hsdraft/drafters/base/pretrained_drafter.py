@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +18,6 @@ from ...hub.code_files import ENTRY, PLACE
 from ...hub.drafter_files import (
     CONFIG,
     DESCRIBED,
-    DOCUMENTS,
     OPTIONS,
     check_is_drafter,
     check_weights,
@@ -227,16 +225,13 @@ class PretrainedDrafter(PreTrainedModel, SavedDrafter):
 
     push_to_hub = SavedDrafter.push_to_hub
 
-    def save_files(self, place: Path, folder: Path, is_main_process: bool = True, **kwargs: Any) -> None:
+    def save_files(self, folder: Path, is_main_process: bool = True, **kwargs: Any) -> None:
         kwargs["is_main_process"] = is_main_process
         if getattr(self, "_hf_peft_config_loaded", False) or not self.should_save_on_this_rank(is_main_process):
             self.check_options()
-            self.write(place, **kwargs)
-            for name in DOCUMENTS if place != folder else ():  # an adapter's recipe may name its place on the Hub
-                if (folder / name).is_file():
-                    shutil.copyfile(folder / name, place / name)
+            self.write(folder, **kwargs)
         else:
-            super().save_files(place, folder, **kwargs)
+            super().save_files(folder, **kwargs)
 
     def write(self, folder: Path, **kwargs: Any) -> None:
         PreTrainedModel.save_pretrained(self, folder, **kwargs)

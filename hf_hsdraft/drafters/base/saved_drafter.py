@@ -20,6 +20,7 @@ from ...core.checks import FORMAT_VERSION, few, is_misspelt, nearest_option, pri
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import (
     CONFIG,
+    DOCUMENTS,
     OPTIONS,
     check_is_drafter,
     loading,
@@ -27,7 +28,7 @@ from ...hub.drafter_files import (
     taken_for_hub,
 )
 from ...hub.model_card import write_card
-from ...hub.publication import bring_known, complete_folder, push, push_as_it_is
+from ...hub.publication import bring_known, complete_folder, files_in, link_written, push, push_as_it_is
 from ...verify.registry import free_options, is_lossy, rule_options
 from .draft_options import option_names
 from .protocol import Drafter
@@ -197,17 +198,17 @@ class SavedDrafter(Drafter):
         `repo_id` or by the folder's name, with the arguments of that method. Others of transformers are ignored.
         """
         folder, hub = Path(save_directory), {name: kwargs.pop(name) for name in OF_A_PUSH if name in kwargs}
-        self.save_files(folder, folder, **kwargs)
+        former = files_in(folder) if push_to_hub else {}
+        self.save_files(folder, **kwargs)
         if push_to_hub:
-            self._push(repo_id or folder.resolve().name, folder, kwargs, hub)
+            with tempfile.TemporaryDirectory(prefix=".pushing-", dir=folder) as stage:  # there may be other files
+                link_written(folder, former, Path(stage), DOCUMENTS if self.has_card else ())
+                self._push(Path(stage), repo_id or folder.resolve().name, hub)
 
-    def save_files(self, place: Path, folder: Path, **kwargs: Any) -> None:
-        """Writes what `save_pretrained` does, with its arguments but those of a push, into `place`.
-
-        That is `folder`, or an empty folder to push what is saved there.
-        """
+    def save_files(self, folder: Path, **kwargs: Any) -> None:
+        """Writes what `save_pretrained` does, with its arguments but those of a push."""
         self.check_options()
-        with complete_folder(place, self.subfolders(place)) as partial:
+        with complete_folder(folder, self.subfolders(folder)) as partial:
             self.write(partial, **kwargs)
             write_options(self.generation_config, partial)
             self.complete(partial, folder)
@@ -238,12 +239,12 @@ class SavedDrafter(Drafter):
         saving = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
         if unknown := sorted(kwargs.keys() - OF_A_PUSH):
             raise TypeError(f"push_to_hub has no argument {', '.join(unknown)}")
-        return self._push(repo_id, None, saving, kwargs)
+        with tempfile.TemporaryDirectory() as stage:
+            self.save_files(Path(stage), **saving)
+            return self._push(Path(stage), repo_id, kwargs)
 
-    def _push(self, repo_id: str, folder: Path | None, saving: Mapping[str, Any], hub: Mapping[str, Any]) -> Any:
-        with tempfile.TemporaryDirectory() as stage:  # a folder may hold other files
-            self.save_files(Path(stage), folder or Path(stage), **saving)
-            return (push if self.has_card else push_as_it_is)(Path(stage), repo_id, **hub)
+    def _push(self, stage: Path, repo_id: str, hub: Mapping[str, Any]) -> Any:
+        return (push if self.has_card else push_as_it_is)(stage, repo_id, **hub)
 
 
 class WeightlessDrafter(SavedDrafter):

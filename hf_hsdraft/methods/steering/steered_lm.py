@@ -240,14 +240,14 @@ class SteeredLMDrafter(CausalLMDrafter):
         drafter.steer_by(steering.to(drafter.device, drafter.dtype))
         return drafter
 
-    def save_files(self, place: Path, folder: Path, **kwargs: Any) -> None:
+    def save_files(self, folder: Path, **kwargs: Any) -> None:
         """As in `CausalLMDrafter`, with the steering in a small file; a ValueError if there is none."""
         if self.steering is None:
             raise ValueError(_NO_STEERING)
-        super().save_files(place, folder, **kwargs)
+        super().save_files(folder, **kwargs)
         tensors = {name: tensor.contiguous() for name, tensor in self.steering.state_dict().items()}
         sizes = {_SIZES: json.dumps(vars(self.steering.sizes))}
-        write_complete(place / STEERING, lambda partial: save_file(tensors, partial, metadata=sizes))
+        write_complete(folder / STEERING, lambda partial: save_file(tensors, partial, metadata=sizes))
 
     def check(self, target: Any) -> None:
         if self.steering is None:
