@@ -124,7 +124,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 def fitting(rows: Sequence[dict[str, Any]], target: str | None, max_new_tokens: int) -> list[dict[str, Any]]:
     """Returns the rows whose first turn, and an answer, the target has positions for. Loads no weights."""
-    from hf_hsdraft.bench.run import length_of
+    from hf_hsdraft.runtime.prompt_inputs import length_of
     from hf_hsdraft.runtime.target_loading import load_config, load_tokenizer
 
     room = getattr(load_config(target).get_text_config(), "max_position_embeddings", None) or float("inf")

@@ -29,8 +29,7 @@ from ..gpu.varying_shapes import varying_shapes
 from ..runtime.module_hooks import no_hooks_left
 from .batch import Running
 from .prefix_cache import PrefixCache
-from .prepared import Prepared, prepare
-from .requests import FinishedText, Request, Tally
+from .requests import FinishedText, Prepared, Request, Tally, prepare
 from .text import Reading, Text, read_on
 
 logger = logging.get_logger(__name__)

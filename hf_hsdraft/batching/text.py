@@ -27,8 +27,7 @@ from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
 from ..runtime.tree_reading import TextRows
 from ..verify.verdict import Verdict, Verifier
 from .prefix_cache import PrefixCache
-from .prepared import Prepared
-from .requests import FinishedText
+from .requests import FinishedText, Prepared
 
 _SHORT = 32  # tokens of a prompt; first tokens of longer ones come sooner one after another
 _PADDED = 1.25  # tokens read together, padding included, for each token of the prompts

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..runtime.misreading import Divergence, first_divergence
-from ..runtime.prompt_inputs import encode_batch, encode_prompt
+from ..runtime.prompt_inputs import encode_batch, encode_prompt, length_of
 from ..runtime.target_limits import furthest_position
 from ..training.data.conversations import Prompt, read_prompts
 from .calls import Run, Settings, time_call
@@ -49,11 +49,6 @@ def spread(questions: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     rounds = max((len(group) for group in groups.values()), default=0)
     ordered = [group[turn] for turn in range(rounds) for group in groups.values() if turn < len(group)]
     return ordered[:limit]
-
-
-def length_of(tokenizer: Any, prompt: str) -> int:
-    """Returns the number of tokens of a user message, chat template included."""
-    return encode_prompt(tokenizer, prompt)["input_ids"].shape[1]
 
 
 def padded_prompt(tokenizer: Any, prompt: str, others: Sequence[str], length: int) -> str | None:

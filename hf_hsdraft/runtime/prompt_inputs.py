@@ -31,6 +31,11 @@ def encode_prompt(tokenizer: Any, prompt: str, device: torch.device | str = "cpu
     return encode_batch(tokenizer, [prompt], device)
 
 
+def length_of(tokenizer: Any, prompt: str) -> int:
+    """Returns the number of tokens of a user message, chat template included."""
+    return encode_prompt(tokenizer, prompt)["input_ids"].shape[1]
+
+
 def encode_prompts(target: Any, tokenizer: Any, prompts: Sequence[str]) -> list[dict[str, torch.Tensor]]:
     """Returns the inputs of each of several user messages; raises a ValueError if one fills the context window."""
     encoded = [encode_prompt(tokenizer, prompt, target.device) for prompt in prompts]

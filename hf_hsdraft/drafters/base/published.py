@@ -16,7 +16,6 @@ from transformers import GenerationConfig
 
 from ...core.checks import are_ascending, demand, integer, printable, public_name, setting
 from ...core.refusals import DraftingRefused
-from ...core.tensors import RMSNorm
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
 from ...runtime.target_limits import decoder_layers, text_config
@@ -28,7 +27,7 @@ from .published_format import PublishedFormat
 from .readings import settle, settled_by, told
 from .registry import misfit, recognise
 from .saved_drafter import Placement, SavedDrafter, take_options
-from .target_weights import TargetWeights
+from .target_weights import TargetWeights, initialise
 
 MOST_LAYERS, MOST_TAPS = 64, 64
 TOKEN_MAP = "token_map"  # vLLM's name of a list of drafted tokens among the weights
@@ -265,16 +264,10 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         steps = self.num_draft_steps
         return default_options(steps, tree_size=max(24, steps), beam_width=8, own=self.own_options)
 
-    @torch.no_grad()
     def reset_parameters(self, std: float = 0.02) -> None:
         """Initialises products and embeddings normally distributed, norms as 1."""
         for module in self.modules():
-            if isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
-            elif isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=std)
-                if getattr(module, "bias", None) is not None:
-                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+            initialise(module, std)
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]

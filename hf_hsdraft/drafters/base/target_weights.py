@@ -104,6 +104,17 @@ def _output_rows(output_head: nn.Module, embedding: nn.Module, vocab_ids: torch.
     return kept[1]
 
 
+@torch.no_grad()
+def initialise(module: nn.Module, std: float) -> None:
+    """Initialises a product or embedding normally distributed, a norm as 1; other modules not at all."""
+    if isinstance(module, RMSNorm):
+        nn.init.ones_(module.weight)
+    elif isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
 class StateNetwork(PreTrainedModel):
     """Fuses hidden states of a target, and predicts tokens by the target's output rows or its own.
 
@@ -126,14 +137,8 @@ class StateNetwork(PreTrainedModel):
         trained = config.head == "trained"
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if trained else None
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        initialise(module, self.config.initializer_range)
 
     def fuse_inputs(self, taps: torch.Tensor, embeds: torch.Tensor | None) -> torch.Tensor:
         """Fuses positions i to `[T, D]`, from taps h_i `[T, taps * D]` and, if read, embeddings of x_{i+1} `[T, D]`."""

@@ -16,7 +16,7 @@ from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ...drafters.lookup.cacheback import CachebackConfig
-from ...runtime.prompt_inputs import end_tokens
+from ...runtime.prompt_inputs import end_tokens, length_of
 from ...runtime.target_loading import is_sharded
 from .conversations import Message, Prompt, with_padding
 from .plan import TEMPERATURES
@@ -225,18 +225,12 @@ def prompts_that_fit(tokenizer: Any, prompts: Sequence[Prompt], most: int, on_sk
     """Returns the prompts whose first turn has at most `most` tokens, template included; `on_skip` gets the others."""
     fitting = []
     for prompt in prompts:
-        length = _length(tokenizer, prompt)
+        length = length_of(tokenizer, prompt.turns[0])
         if length <= most:
             fitting.append(prompt)
         else:
             on_skip(prompt, f"its first turn has {length} tokens, more than {most}")
     return fitting
-
-
-def _length(tokenizer: Any, prompt: Prompt) -> int:
-    """Number of tokens of a prompt's first turn, template included."""
-    first = [{"role": "user", "content": prompt.turns[0]}]
-    return len(tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"])
 
 
 def answer_prompts(
@@ -264,7 +258,7 @@ def answer_prompts(
     writer, guesser = TargetWriter(target, tokenizer, recorder, seconds), TargetWriter(target, tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}
     for prompt in prompts:
-        length = _length(tokenizer, prompt)
+        length = length_of(tokenizer, prompt.turns[0])
         groups.setdefault(temperature_of(prompt, temperatures, seed), []).append((length, prompt))
     batches: list[tuple[float, list[Prompt]]] = []
     for temperature, group in sorted(groups.items()):

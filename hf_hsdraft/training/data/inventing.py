@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+from ...runtime.prompt_inputs import length_of
 from ..files import RowFolder
 from .conversations import Message, Prompt
 from .generating import Reply, TapRecorder, TargetWriter, seeded, user_header
@@ -270,8 +271,7 @@ def _with_document(tokenizer: Any, text: str, parts: Sequence[str], room: int) -
         return text
     for count in range(len(parts), 0, -1):
         filled = text.replace("{document}", "\n\n".join(parts[:count]))
-        message = [{"role": "user", "content": filled}]
-        if len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]) <= room:
+        if length_of(tokenizer, filled) <= room:
             return filled
     return None
 
