@@ -1,6 +1,6 @@
 """Milliseconds of a target's forward over trees of several sizes behind contexts of several lengths, by way.
 
-    python benchmarks/forward_cost.py [--target T] [--rows 1,9,17,25] [--past 200] [--dtype bfloat16]
+    python benchmarks/forward_cost.py [--target T] [--rows 1,9,17,25] [--past 200] [--dtype bfloat16] [--only WAYS]
 
 Each way but the last adds to the one before:
 
@@ -12,8 +12,9 @@ Each way but the last adds to the one before:
 - compiled: with compiled layers too, which the first run compiles (about a minute).
 - products: the products of the way before alone, each called once with inputs of its size.
 
-All ways read as many random tokens behind `--past` tokens, in changing order; the tables have medians. Needs an idle
-machine.
+All ways read as many random tokens behind `--past` tokens, in changing order; the tables have medians. Among others a
+compiled forward finds less in the processor's caches than among rounds: `--only compiled,products` times these alone.
+Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from runner import counts, loaded_target, numbers, options, print_by_rows
+from runner import counts, loaded_target, names, numbers, options, print_by_rows
 
 WAYS = ("plain", "growing", "grouped", "few", "packed")
+_COMPILED = ("compiled", "products")
 _CHUNK = 1024  # tokens of a context that are read at once
 
 
@@ -127,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options(__doc__, target=None, dtype="bfloat16", device="cpu", repeats=15, seed=0, json=None)
     parser.add_argument("--rows", type=counts, default=[1, 9, 17, 25], help="nodes, the root included; 1,9,17,25")
     parser.add_argument("--past", type=numbers, default=[200], help="tokens in the cache; default: 200")
-    parser.add_argument("--uncompiled", action="store_true", help="leave the last two ways out")
+    parser.add_argument("--only", type=names, default=[*WAYS, *_COMPILED], help="ways; default: all")
     given = parser.parse_args(arguments)
     import torch
 
@@ -137,8 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def calls_of(rows: int) -> dict[str, Callable[[], float]]:
         found = dict[str, Callable[[], float]]()
         for past in given.past:
-            calls = readers(target, past, rows) | ({} if given.uncompiled else compiled(target, past, rows))
-            found |= {f"{past}: {name}": call for name, call in calls.items()}
+            calls = readers(target, past, rows) if set(given.only) & set(WAYS) else {}
+            calls |= compiled(target, past, rows) if set(given.only) & set(_COMPILED) else {}
+            found |= {f"{past}: {name}": calls[name] for name in given.only}
         return found
 
     with torch.no_grad():

@@ -144,9 +144,9 @@ class Packing:
             return self.weights is not None
 
 
-def prompt_rows() -> int:
-    """Number of tokens up to which a prompt's forward gains more by packed weights than comparing them takes."""
-    return 0 if KERNEL.operators() is None else small_rows()
+def prompt_rows(room: int) -> int:
+    """Number of tokens up to which a prompt's forward gains by packed weights; `room` is as for `begin`."""
+    return 0 if KERNEL.operators() is None or room < PACKING_LEAST_ROOM else small_rows()
 
 
 def has_copies(target: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.generation.utils import GenerationMixin
 
 from ..core.refusals import DraftingRefused
-from ..core.stand_ins import is_compiled
+from ..core.stand_ins import Placed, is_compiled
 from .target_limits import decoder_layers, text_config
 
 
@@ -78,6 +78,8 @@ def shallow_copy(module: Any) -> Any:
     made = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
     made.__dict__["_modules"] = dict(module._modules)
+    if isinstance(made._compiled_call_impl, Placed):  # of another thread's call, it would run the module itself
+        del made.__dict__["_compiled_call_impl"]
     return made
 
 

@@ -129,7 +129,7 @@ class Acceleration:
 
         The others are as for `begin`.
         """
-        if not self.copied or asked_for is False or rows > prompt_rows():
+        if not self.copied or asked_for is False or rows > prompt_rows(room):
             yield
             return
         self.begin(asked_for, room, programs)

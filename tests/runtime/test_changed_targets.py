@@ -17,7 +17,7 @@ from hf_hsdraft.core.stand_ins import standing_in
 from hf_hsdraft.runtime import findings
 from hf_hsdraft.runtime.misreading import computing_dtype, measured_tolerance
 from hf_hsdraft.runtime.module_hooks import experience_of, fingerprint
-from hf_hsdraft.runtime.target_parts import why_not_copied
+from hf_hsdraft.runtime.target_parts import shallow_copy, why_not_copied
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
@@ -173,6 +173,7 @@ def test_the_fingerprint_tells_hooks_adapters_and_dtypes_apart():
     assert fingerprint(target) == seen[-1]  # hooks by which outputs are captured are transformers' own
     with standing_in(dict.fromkeys(target.modules())):  # as while another thread's call runs
         assert fingerprint(target) == seen[-1] and not why_not_copied(target.modules())
+        assert shallow_copy(target)._compiled_call_impl is None
 
 
 def test_findings_about_many_forms_of_a_target_are_not_all_kept(monkeypatch):
