@@ -121,7 +121,7 @@ def test_the_figures_of_the_readme_are_those_of_performance():
     readme = README.read_text(encoding="utf-8").replace("*", "")
     rows = re.findall(r"^\|[^|\n]*(\| [\d.]+ \| [\d.]+ \|)$", readme, re.MULTILINE)
     assert len(rows) == 8 and all(row in text for row in rows)
-    for figure in ("5.71", "1.7", "21 of 52", "26 of 26", "1,065", "772", "119", "115"):
+    for figure in ("6.38", "1.4", "18 of 52", "26 of 26", "999", "773", "96", "107"):
         assert figure in readme and figure in text
 
 
