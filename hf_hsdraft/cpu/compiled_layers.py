@@ -26,16 +26,12 @@ from .layer_programs import Entry, Program, entry_of
 from .packed_weights import joined_product
 from .small_weights import KERNEL
 from .whole_layers import Chain, Group, Nothing, Watch, are_close, chains_of
-from .whole_model import WholeModel
+from .whole_model import WholeModel, nothing
 
 # Least number of numbers of a layer's largest weight; forwards of smaller ones take little time anyway - by hand.
 COMPILED_LEAST_NUMBERS = 2**16
 # Number of kinds of layers beyond which a target is not compiled - by hand: each takes a compiler's time.
 MOST_KINDS_OF_LAYERS = 4
-
-
-def _nothing() -> None:
-    pass
 
 
 class CompiledLayers:
@@ -63,7 +59,7 @@ class CompiledLayers:
     ) -> None:
         self._at_once, self._may_pack, self.running, self._groups = bool(asked_for), may_pack, False, list[Group]()
         self._chains, self.whole = list[Chain](), True
-        self.inside, self.separate = frozenset[nn.Module](), _nothing
+        self.inside, self.separate = frozenset[nn.Module](), nothing
         self._layers: dict[Any, _Layer] = {}
         self._model: dict[Any, WholeModel] = {}
         self._waiting: dict[str, tuple[Entry, nn.Module, Form]] = {}
@@ -92,7 +88,7 @@ class CompiledLayers:
             self._model[model] = WholeModel(model, self._chains[0], self.form_of, self.note)
 
     @contextlib.contextmanager
-    def in_use(self, whole: bool = True, separate: Callable[[], None] = _nothing) -> Iterator[None]:
+    def in_use(self, whole: bool = True, separate: Callable[[], None] = nothing) -> Iterator[None]:
         """Within, in this thread, layers run by our operator, if the `whole` target runs, or as programs.
 
         `separate` is called before a layer calls those `inside` it.
@@ -109,6 +105,8 @@ class CompiledLayers:
                     model.place_layers = place_layers
                 yield
         finally:
+            for model in models.values():
+                model.place_layers = nothing
             for chain in self._chains:
                 chain.leave()
 

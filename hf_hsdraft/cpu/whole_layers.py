@@ -314,9 +314,12 @@ class Chain:
 
     def held_by(self, cache: Any) -> list[Any] | None:
         """The layers of a cache that hold what these have read, with room to grow; `None` for others."""
-        owns = [] if cache is None else [cache.layers[layer.self_attn.layer_idx] for layer in self.layers]
+        held, places = [] if cache is None else cache.layers, [layer.self_attn.layer_idx for layer in self.layers]
+        if len(held) <= max(places):  # a cache adds layers as they are called
+            return None
+        owns = [held[place] for place in places]
         grow = all(getattr(own, "rooms", None) and own.keys is not None for own in owns)
-        return owns if owns and grow and owns[0].keys.shape[-2] else None
+        return owns if grow and owns[0].keys.shape[-2] else None
 
     def rooms_for(self, x: torch.Tensor) -> list[Room]:
         """Where the layers may put their keys and values of the first tokens of texts."""

@@ -1,7 +1,7 @@
 """On CPUs with our kernel, the model around the layers runs without calling them, where one call computes them all.
 
 Slicing the list of layers, calling each of them and recording hidden states by hooks take as long as several layers of
-a small model. The first forward of a kind is compared with transformers' own.
+a small model. The first forward of a kind is compared with transformers' own, which calls the layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWN = (_IDS, MASK, "inputs_embeds", _STATES)  # keywords that its forward does 
 _tried: dict[Any, bool] = {}  # whether a kind of forward computes what transformers' does
 
 
-def _nothing() -> None:
+def nothing() -> None:
     pass
 
 
@@ -44,7 +44,7 @@ class WholeModel:
     def __init__(self, model: Any, chain: Chain, form_of: Callable[..., Any], ran: Callable[[], None]) -> None:
         self._chain, self._form_of, self._ran = chain, form_of, ran
         self._create_mask = sys.modules[type(model).__module__].create_causal_mask
-        self.place_layers: Callable[[], None] = _nothing
+        self.place_layers: Callable[[], None] = nothing
 
     @staticmethod
     def may_be(model: Any, chains: Sequence[Chain]) -> bool:
@@ -58,14 +58,12 @@ class WholeModel:
         ):
             return False
         known = [kind, type(parts["norm"]), type(parts["rotary_emb"])]
-        create_mask = getattr(sys.modules[kind.__module__], "create_causal_mask", None)
-        types = getattr(config, "layer_types", None)
-        windows = set(types) != {"full_attention"} if types else getattr(config, "sliding_window", None) is not None
+        create_mask = getattr(sys.modules.get(kind.__module__), "create_causal_mask", None)
         return (
             all(map(is_transformers_own, known))
-            and create_mask is not None
             and is_code_of_transformers(create_mask)
-            and not windows
+            and getattr(config, "sliding_window", None) is None  # by this alone Mistral selects its mask
+            and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
             and config.num_hidden_layers == len(chains[0].layers)
             and getattr(config, "tie_last_hidden_states", None) is not False
         )
@@ -74,24 +72,23 @@ class WholeModel:
         output = NotImplemented if args or torch.is_grad_enabled() else self._run(model, kwargs)
         if output is NotImplemented:
             self.place_layers()
-        else:
-            self._ran()
         return output
 
     def _run(self, model: Any, kwargs: dict[str, Any]) -> Any:
         ids, positions, cache, mask = map(kwargs.get, (_IDS, _POSITIONS, CACHE, MASK))
         if ids is None or ids.dim() != 2 or positions is None or cache is None or not self._is_usual(model, kwargs):
             return NotImplemented
-        begins = ids.shape[1] > 1 and _is_empty(cache)
-        key = (self._chain.description, type(model), model.dtype, len(ids) > 1, ids.shape[1] > 1, mask is None, begins)
+        begins, wanted = ids.shape[1] > 1 and _is_empty(cache), kwargs.get(_STATES, model.config.output_hidden_states)
+        sizes = len(ids) > 1, ids.shape[1] > 1, None if mask is None else mask.dim()
+        key = (self._chain.description, type(model), model.dtype, *sizes, begins, bool(wanted))
         parts = self._chain.ready(ids.numel()) if _tried.get(key, True) else None
         if parts is None or self._chain.hooked:
             return NotImplemented
         x = model.embed_tokens(ids)
         owns = self._chain.rooms_for(x) if begins else self._chain.held_by(cache)
         if begins or (mask is not None and mask.dim() == 2):
-            given = {"config": model.config, "inputs_embeds": x, MASK: mask, CACHE: cache, _POSITIONS: positions}
-            mask = self._create_mask(**given)
+            asked = {"config": model.config, "inputs_embeds": x, MASK: mask, CACHE: cache, _POSITIONS: positions}
+            mask = self._create_mask(**asked)
             if begins:  # `None` stands for a causal one
                 mask = None if mask is not None else x.new_ones(ids.shape[1], ids.shape[1]).bool().tril()[None, None]
         if owns is None or (begins and mask is None):
@@ -102,9 +99,10 @@ class WholeModel:
         ahead = self._chain.together(parts, x, given, owns, self._form_of, norm)
         if ahead is None:
             return NotImplemented
-        output = _output(model, x, ahead, cache, kwargs.get(_STATES, model.config.output_hidden_states))
+        output = _output(model, x, ahead, cache, wanted)
         if key not in _tried:
             return self._compared(key, model, kwargs, output)
+        self._ran()
         if begins:
             for layer, (_, keys, values) in zip(self._chain.layers, ahead.states, strict=True):
                 cache.update(keys, values, layer.self_attn.layer_idx)
@@ -114,21 +112,22 @@ class WholeModel:
 
     def _is_usual(self, model: Any, kwargs: dict[str, Any]) -> bool:
         """Whether the model calls the chain's layers, and nothing else sees or changes what it returns."""
-        own, layers, config, mask = vars(model), model.layers._modules, model.config, kwargs.get(MASK)
-        wanted, uses = kwargs.get(_STATES, config.output_hidden_states), kwargs.get("use_cache")
-        return not (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own.get("forward") is not None
-            or kwargs.get("inputs_embeds") is not None
-            or kwargs.get("output_attentions", config.output_attentions)
-            or not (config.use_cache if uses is None else uses)
-            or config.return_dict is False
-            or torch.is_autocast_enabled("cpu")
-            or not (mask is None or isinstance(mask, torch.Tensor))
-            or len(layers) != len(self._chain.layers)
-            or not all(map(operator.is_, layers.values(), self._chain.layers))
-            or not (not wanted or wanted is True or all(0 <= each <= len(layers) for each in wanted))
+        own, angles, config, mask = vars(model), vars(model.rotary_emb), model.config, kwargs.get(MASK)
+        hooks = [each[kind] for each in (own, angles) for kind in ("_forward_pre_hooks", "_forward_hooks")]
+        layers, uses = model.layers._modules, kwargs.get("use_cache")
+        wanted = kwargs.get(_STATES, config.output_hidden_states)
+        return (
+            not any(hooks)  # models differ in whether they give angles keywords
+            and own.get("forward") is None
+            and kwargs.get("inputs_embeds") is None
+            and not kwargs.get("output_attentions", config.output_attentions)
+            and bool(config.use_cache if uses is None else uses)
+            and config.return_dict is not False
+            and not torch.is_autocast_enabled("cpu")
+            and (mask is None or isinstance(mask, torch.Tensor))
+            and len(layers) == len(self._chain.layers)
+            and all(map(operator.is_, layers.values(), self._chain.layers))
+            and (not wanted or wanted is True or all(0 <= each <= len(layers) for each in wanted))
         )
 
     def _compared(self, key: Any, model: Any, kwargs: dict[str, Any], found: Any) -> Any:

@@ -152,8 +152,7 @@ def speculative_decoding(
     columns = options.shared_by(len(input_ids)).tree_size + 1
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     untriable = why_untriable(target, len(input_ids) * columns)
-    plainly = refused is not refuse  # the caller can decode plainly
-    if untriable and plainly:
+    if untriable and refused is not refuse:  # the caller can decode plainly
         raise refusal(target, f"{untriable}.")
     history, drafter = history_for(drafter, target, options), adapted(drafter, options.adapter_name)
     introduce(drafter, target, tokenizer, synced_gpus, [] if untriable else first_prompt(input_ids, model_kwargs))
@@ -168,8 +167,9 @@ def speculative_decoding(
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
         packs = not untriable and options.packed_weights
-        with runtime.acceleration.of_prompts(packs, options.compiled_layers, *_sizes(texts, input_ids)):
-            output = _read_prompts(runtime, texts, input_ids, generation_config, keeper)
+        with runtime.acceleration.of_prompts(packs, options.compiled_layers, *_sizes(texts, input_ids, model_kwargs)):
+            output = runtime.prefill(input_ids, generation_config)
+        _choose_first(runtime, texts, output, keeper)
         stack.enter_context(runtime.acceleration.of_rounds(runtime.slots))
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
@@ -224,30 +224,29 @@ def _remember(history: Any, texts: DecodedTexts, input_ids: torch.Tensor, model_
     history.remember(list(zip(prompts, answers, strict=True)))
 
 
-def _read_prompts(
-    runtime: TargetRuntime, texts: DecodedTexts, input_ids: torch.Tensor, generation_config: Any, keeper: Keeper
-) -> TargetOutput:
-    """Runs the prompts' forward and chooses the first token of each text."""
-    output = runtime.prefill(input_ids, generation_config)
+def _choose_first(runtime: TargetRuntime, texts: DecodedTexts, output: TargetOutput, keeper: Keeper) -> None:
+    """Chooses the first token of each text after the prompts' forward, which returned `output`."""
+    rows = range(len(texts.rows))
     texts.foresee(output.logits.shape[-1])
     if texts.chosen_together and not runtime.records:
-        texts.emit_chosen(texts.choose(range(len(input_ids)), output.logits[:, -1]))
+        texts.emit_chosen(texts.choose(rows, output.logits[:, -1]))
     else:
         rule_taps = picked_taps(output.taps[:, -1:], runtime.tap_layers, texts.verifier.taps)
         texts.start(output.logits[:, -1])
-        for row in range(len(input_ids)):
+        for row in rows:
             tree = DraftTree.root(-1)
             verdict = texts.judge(row, tree, output.logits[row, -1:], rule_taps[row])
             texts.emit(row, tree, verdict, prompt_outputs(runtime, row) if runtime.records else [])
     texts.end_batch()
     keeper.enter("prefill")
-    keeper.statistics.target_forwards, keeper.statistics.row_forwards = 1, len(input_ids)
-    return output
+    keeper.statistics.target_forwards, keeper.statistics.row_forwards = 1, len(rows)
 
 
-def _sizes(texts: DecodedTexts, input_ids: torch.Tensor) -> tuple[int, int]:
+def _sizes(texts: DecodedTexts, input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> tuple[int, int]:
     """Number of tokens that a text may still emit, and that a forward over the prompts `[B, length]` reads, or more."""
-    return max(map(texts.room, range(len(input_ids)))), input_ids.numel()
+    embeds = model_kwargs.get("inputs_embeds")  # `[B, length, D]`
+    rows = max(input_ids.numel(), 0 if embeds is None else embeds.shape[:2].numel())
+    return max(map(texts.room, range(len(input_ids)))), rows
 
 
 def _grow(call: Call, drafter: Drafter, *given: Any) -> Session | None:

@@ -146,6 +146,7 @@ class Acceleration:
         """
         if self._packing is not None and not self._compiled:  # for the prompts
             return
+        self._layers = None
         self._packing = Packing(self._target, False if self._compiled else asked_for)
         self.packs = self._packing.begin(room)
         self.packed = self._packing.weights is not None

@@ -149,7 +149,7 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 1953, "engine": 2177, "runtime": 3639, "verify": 615, "generate": 561, "training": 6115, "bench": 1445,
+    "core": 1953, "engine": 2177, "runtime": 3640, "verify": 615, "generate": 561, "training": 6115, "bench": 1445,
     "cli": 2183, "drafters": 12924, "serve": 1941, "hub": 1636,
 }  # fmt: skip
 
