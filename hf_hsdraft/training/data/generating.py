@@ -176,7 +176,6 @@ class TargetWriter:
             found.append(self.tokenizer.decode(row[:end], skip_special_tokens=True))
         return found
 
-    @torch.inference_mode()
     def _written(
         self, texts: Sequence[str], temperature: float, max_new_tokens: int, recorder: TapRecorder | None
     ) -> tuple[torch.Tensor, list[Any]]:
