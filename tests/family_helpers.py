@@ -10,13 +10,13 @@ from conftest import VOCAB
 from oracles.format_parity import randomise
 
 from hf_hsdraft import BlockDrafter, CausalLMDrafter, EagleConfig, EagleDrafter
-from hf_hsdraft.drafters.base.decoder_layer import LayerSizes
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask, Call
-from hf_hsdraft.drafters.block.configuration import Sight
-from hf_hsdraft.drafters.eagle.configuration import LatentSizes
+from hf_hsdraft.methods.block.configuration import Sight
 from hf_hsdraft.methods.distillation.layer_subset import with_layers
+from hf_hsdraft.methods.eagle.configuration import LatentSizes
 from hf_hsdraft.methods.flashmap import FlashMapConfig, FlashMapDrafter
+from hf_hsdraft.methods.published.decoder_layer import LayerSizes
 
 STEPS = 4
 BLOCKS = {

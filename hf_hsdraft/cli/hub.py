@@ -105,34 +105,19 @@ def info(
 def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     import torch
 
-    from ..drafters.base.readings import told, try_on
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-    from ..drafters.hidden_state.target_match import explain_mismatch
     from ..generate.by_name import load_drafter
 
     drafter = load_drafter(name, torch.float32, **hub)
     model, tokenizer = loaded_target(target, torch.float32)
-    if not isinstance(drafter, HSDrafter) and not hasattr(drafter, "tried"):  # it reads the text alone
+    lines = drafter.match_told(model, tokenizer)
+    if not lines:
         check_fit(drafter, model, tokenizer)
         fits = f"it has all that this {type(drafter).__name__} needs; `hsdraft try` measures its speed"
         if getattr(drafter, "tokenizer", tokenizer) is None:
             fits = "as far as is known: the drafter comes without a tokenizer, which has to be the target's"
-        say(f"{target} fits: {fits}")
-        return
-    drafter.check(model)
-    if isinstance(drafter, HSDrafter):
-        fits = f"{target} fits: this drafter predicts it as well as its own target"
-        if drafter.config.target_reference is None:
-            fits = "this drafter does not record what its target writes; `hsdraft hub card --target` does"
-        say(explain_mismatch(model, drafter, tokenizer) or fits)
-        return
-    questions = getattr(drafter.config, "untold", ())
-    if questions:
-        try_on(drafter, model, tokenizer)
-    for title, reading in told(drafter.config, drafter.tried, questions).items():
-        say(f"{title}: {reading}")
-    if not questions:
-        say(f"{target} fits: its sizes are the drafter's, whose files leave nothing open")
+        lines = [f"{target} fits: {fits}"]
+    for line in lines:
+        say(line)
 
 
 @app.command("list", short_help="List the drafters in the Hub cache.")

@@ -15,10 +15,10 @@ from torch import nn
 
 from ..core.checks import is_misspelt, nearest_option
 from ..core.forks import new_rlock
+from ..core.methods import load
 from ..core.tensors import device_of
 from ..drafters.base.auto_drafter import AutoDrafter
 from ..drafters.lookup.cacheback import CachebackDrafter
-from ..drafters.mtp.drafter import MtpDrafter
 from ..runtime.module_hooks import experience_of
 
 _lock = new_rlock()
@@ -49,7 +49,7 @@ def found_for_targets(name: str | os.PathLike[str], dtype: torch.dtype, device: 
     Returns a function that takes the target, and returns the drafter; one made of the target ("mtp") is made there.
     """
     if name == _MTP:
-        return MtpDrafter.for_target
+        return _of_own_layers
     drafter = load_drafter(name, dtype, device)
     return lambda target: drafter
 
@@ -62,10 +62,14 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
     if name == _MTP:
         if others := sorted(loading.keys() - {"cache_dir", "revision"}):
             raise TypeError(f"{name!r} names the target's own layers, which take no {', '.join(others)}")
-        return MtpDrafter.for_target(target, **loading)
+        return _of_own_layers(target, **loading)
     if name == NGRAMS:
         return CachebackDrafter(**loading)
     return _beside(target, _from_files(name, **{"dtype": target.dtype, **loading}))
+
+
+def _of_own_layers(target: Any, **loading: Any) -> Any:
+    return load("name", "MtpDrafter").MtpDrafter.for_target(target, **loading)
 
 
 def _from_files(name: str | os.PathLike[str], **loading: Any) -> Any:

@@ -32,15 +32,15 @@ from ..core.checks import (
 )
 from ..core.options import Option
 from ..core.tensors import RMSNorm, batched_attention, on_device
-from ..drafters.base.decoder_layer import Attention, LayerSizes, Rope, rotary_of, rotate
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.plain_config import PlainConfig, described
 from ..drafters.base.protocol import Ask, Call, weights_of
-from ..drafters.base.published import MOST_LAYERS, PublishedNetwork, SpeculatorsFiles
-from ..drafters.base.published_format import OURS, Files, PublishedFormat, told
 from ..drafters.base.reading_session import ParallelSession
 from ..drafters.base.target_weights import TargetWeights, borrow
 from .estimate.reads import Read
+from .published.decoder_layer import Attention, LayerSizes, Rope, rotary_of, rotate
+from .published.format_table import OURS, Files, PublishedFormat, told
+from .published.network import MOST_LAYERS, PublishedNetwork, SpeculatorsFiles
 
 _MOST_STEPS = 64
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..core.checks import printable
+from ..core.tensors import device_of
 from .target_limits import furthest_position
 
 
@@ -67,3 +69,13 @@ def end_tokens(target: Any, config: Any = None) -> set[int]:
     configs = (config, target.generation_config)
     found: Any = next((each.eos_token_id for each in configs if each is not None and each.eos_token_id is not None), [])
     return set(found) if isinstance(found, list | tuple) else {found}
+
+
+def inputs_of(target: Any, text: Sequence[int], begin: int = 0) -> dict[str, torch.Tensor]:
+    """Returns the inputs `[1, n]`, int64, of a forward over a text from position `begin` on.
+
+    Without positions, models whose positions depend on images would use those of an earlier call, and keep this text's.
+    """
+    ids = torch.tensor([list(text)[begin:]], device=device_of(target))
+    places = {"position_ids": torch.arange(begin, len(text), device=ids.device)[None]}
+    return {"input_ids": ids} | (places if "position_ids" in inspect.signature(target.forward).parameters else {})

@@ -9,7 +9,7 @@ import pytest
 
 from hf_hsdraft import BlockConfig, EagleConfig, HSDraftConfig, SelfDraftConfig, SpecFormerConfig
 from hf_hsdraft.core.checks import settings
-from hf_hsdraft.drafters.base.decoder_layer import LayerSizes
+from hf_hsdraft.methods.published.decoder_layer import LayerSizes
 
 OF_TRANSFORMERS = [HSDraftConfig, SelfDraftConfig, SpecFormerConfig]
 EVERY = [*OF_TRANSFORMERS, BlockConfig, EagleConfig, LayerSizes]

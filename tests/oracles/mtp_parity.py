@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
+from hf_hsdraft.methods.mtp.drafter import MtpDrafter
 from oracles import mtp_blocks, mtp_caches
 from oracles.format_parity import PROMPTS, Parity, texts_of
 from oracles.mtp_targets import GENERATING

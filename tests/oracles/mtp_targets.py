@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from transformers.modeling_layers import MtpModel
 
 from hf_hsdraft import harmless
-from hf_hsdraft.drafters.mtp.kinds import KINDS, described_target
+from hf_hsdraft.methods.mtp.kinds import KINDS, described_target
 from oracles.plain_texts import each_with_its_seed
 from oracles.tiny import tiny_config, tiny_model
 

@@ -38,8 +38,8 @@ from hf_hsdraft import (
 )
 from hf_hsdraft.core.cache_name import CACHE, returned_cache
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
-from hf_hsdraft.drafters.mtp.layers import MtpLayers
+from hf_hsdraft.methods.mtp.drafter import MtpDrafter
+from hf_hsdraft.methods.mtp.layers import MtpLayers
 from hf_hsdraft.runtime.target_limits import text_config
 from oracles.format_parity import randomise
 from oracles.mtp_targets import LAYERS, counting

@@ -17,9 +17,9 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from hf_hsdraft.drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
 from hf_hsdraft.drafters.lookup.cacheback import CachebackDrafter
-from hf_hsdraft.drafters.mtp.drafter import MtpDrafter
-from hf_hsdraft.drafters.mtp.kinds import KINDS
-from hf_hsdraft.drafters.mtp.layers import MtpLayers
+from hf_hsdraft.methods.mtp.drafter import MtpDrafter
+from hf_hsdraft.methods.mtp.kinds import KINDS
+from hf_hsdraft.methods.mtp.layers import MtpLayers
 from hf_hsdraft.runtime.target_limits import decoder_layers, text_config, windows
 from oracles.mtp_targets import LAYERS, counting
 from oracles.scripted import ScriptedDrafter

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.drafters.block import session as block_context
-from hf_hsdraft.drafters.block.configuration import Sight
+from hf_hsdraft.methods.block import session as block_context
+from hf_hsdraft.methods.block.configuration import Sight
 from hf_hsdraft.methods.on_policy import drafted_labels
 from hf_hsdraft.methods.souping.pruning import prune
 from hf_hsdraft.training.data import features

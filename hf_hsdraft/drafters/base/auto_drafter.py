@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ...core.checks import printable
+from ...core.methods import Registry
 from ...cpu.gguf_blocks import file_of
 from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets, target_of
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, DamagedFile, find_folder, loading, read_json
@@ -59,7 +60,7 @@ class Found:
 
 
 Finder = Callable[[TargetInfo, bool], Iterator[Found]]  # takes whether only local files may be read
-_finders: dict[str, Finder] = {}
+_finders: Registry[Finder] = Registry("finder")
 
 
 def register_finder(name: str, finder: Finder) -> None:

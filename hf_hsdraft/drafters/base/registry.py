@@ -59,10 +59,7 @@ class TokenizerOfTarget:
 
 
 FAMILIES: Registry[Family] = Registry("model_type")
-_CORE = (
-    "block.formats", "eagle.formats", "hidden_state.modeling_hsdraft",
-    "language_model.lm_drafter", "mtp.drafter", "lookup.cacheback",
-)  # fmt: skip
+_CORE = ("hidden_state.modeling_hsdraft", "language_model.lm_drafter", "lookup.cacheback")
 
 
 def load_families() -> None:

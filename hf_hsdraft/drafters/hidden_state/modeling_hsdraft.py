@@ -20,7 +20,7 @@ from .draft_session import REUSE_OPTIONS, HSDraftSession, reuse_of
 from .network import HSDraftLayer, HSDraftNetwork
 from .quick_weights import QuickWeights, quick_weights
 from .static_roll_out import StaticSession, static_roll_out
-from .target_match import has_other_tokens, warn_of_mismatch
+from .target_match import explain_mismatch, has_other_tokens, warn_of_mismatch
 from .trunk import Layer, read, roll
 
 
@@ -95,6 +95,13 @@ class HSDrafter(HSDraftNetwork, StateDrafter):
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         if all_processes or has_other_tokens(self, tokenizer):
             warn_of_mismatch(target, self, tokenizer)  # runs a forward: all processes must do so, or none
+
+    def match_told(self, target: Any, tokenizer: Any) -> list[str]:
+        self.check(target)
+        fits = "the target fits: this drafter predicts it as well as its own"
+        if self.config.target_reference is None:
+            fits = "this drafter does not record what its target writes; `hsdraft hub card --target` does"
+        return [explain_mismatch(target, self, tokenizer) or fits]
 
     def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()

@@ -18,8 +18,8 @@ from transformers.utils import logging
 
 from ...core.checks import printable
 from ...core.kept import kept_with
+from ...runtime.prompt_inputs import inputs_of
 from ...runtime.target_limits import furthest_position, rotary_limits, text_config
-from ..base.readings import inputs_of
 from ..base.registry import tokenizer_hash
 from .network import HSDraftNetwork
 

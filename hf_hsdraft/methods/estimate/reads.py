@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.tuning import LIKELY_COLUMNS
 from ...drafters.base.protocol import weights_of
 from ...runtime.target_limits import decoder_layers, text_config
 
@@ -24,14 +23,10 @@ class Read:
 
 def reads_of(drafter: Any, depth: int, width: int) -> Sequence[Read]:
     """Weights read by a draft of one sequence, expanding `width` nodes per depth; () if the time is negligible."""
-    from ...drafters.block.drafter import BlockDrafter
-    from ...drafters.eagle.drafter import EagleDrafter
     from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
     from ...drafters.language_model.lm_drafter import CausalLMDrafter
-    from ...drafters.mtp.drafter import MtpDrafter
 
-    kinds = {HSDrafter: _of_states, BlockDrafter: _of_blocks, EagleDrafter: _of_eagle, CausalLMDrafter: reads_of_lm,
-             MtpDrafter: _of_layers}  # fmt: skip
+    kinds = {HSDrafter: _of_states, CausalLMDrafter: reads_of_lm}
     if hasattr(drafter, "reads"):
         return tuple(drafter.reads(depth, width))
     return next((tuple(reads(drafter, depth, width)) for kind, reads in kinds.items() if isinstance(drafter, kind)), ())
@@ -53,28 +48,6 @@ def _of_states(drafter: Any, depth: int, width: int) -> Iterator[Read]:
     yield Read("token bias", bias, depth - 1, width)
 
 
-def _of_blocks(drafter: Any, depth: int, width: int) -> Iterator[Read]:
-    config = drafter.config
-    columns, rank = config.draft_vocab_size or 0, max(config.ranks)
-    yield Read("fusion", weights_of(drafter.fc), 1, 1)
-    yield Read("layers", weights_of(drafter.layers), 1, config.block_size)
-    head = columns * config.sizes.hidden_size
-    yield Read("head", head, 1, config.num_draft_steps, borrowed=drafter.lm_head is None)
-    if rank:
-        yield Read("token bias", min(columns, LIKELY_COLUMNS) * rank, depth, width)
-
-
-def _of_eagle(drafter: Any, depth: int, width: int) -> Iterator[Read]:
-    config, layers, fused = drafter.config, weights_of(drafter.layers), weights_of(drafter.fc)
-    head, borrowed = (config.draft_vocab_size or 0) * config.sizes.hidden_size, drafter.lm_head is None
-    if config.fuses_embedding:
-        layers, fused = layers + fused, 0
-    parallel = drafter.mask_hidden is not None  # P-EAGLE
-    yield Read("fusion", fused, 1, 1)
-    yield Read("layers", layers, 2, depth) if parallel else Read("layers", layers, depth, width)
-    yield Read("head", head, 1, depth, borrowed) if parallel else Read("head", head, depth, width, borrowed)
-
-
 def reads_of_lm(drafter: Any, depth: int, width: int) -> Iterator[Read]:
     """Weights that a language model reads."""
     model = drafter.model
@@ -85,12 +58,6 @@ def reads_of_lm(drafter: Any, depth: int, width: int) -> Iterator[Read]:
     yield Read("head", head.numel(), times, rows)
     if untied:  # in memory, but only a few rows are read
         yield Read("embedding", untied, 0, 1)
-
-
-def _of_layers(drafter: Any, depth: int, width: int) -> Iterator[Read]:
-    layers, model = drafter.layers, drafter.layers.model
-    yield Read("layers", weights_of(*model.layers) // layers.count, depth, width)
-    yield Read("head", weights_of(model.shared_head), depth, width, borrowed=layers.heads is None)
 
 
 def numbers_kept(drafter: Any, length: int) -> int:

@@ -23,13 +23,14 @@ from ...core.draft_tree import Expansion
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.plain_config import FLAG, TargetSizes, described
 from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
-from ...drafters.base.published import TOKEN_MAP, PublishedNetwork, SpeculatorsFiles, offsets_listed
-from ...drafters.base.reading_session import Columns, ParallelSession, Slots, ends_of
+from ...drafters.base.reading_session import Columns, ParallelSession, Slots
 from ...drafters.base.target_weights import TargetWeights, borrow
 from ...drafters.base.tree_session import LevelExpansion
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import Shape
 from ..estimate.reads import Read
+from ..published.network import TOKEN_MAP, PublishedNetwork, SpeculatorsFiles, offsets_listed
+from ..published.nodes import ends_of
 
 
 class HeadsSession(ParallelSession):

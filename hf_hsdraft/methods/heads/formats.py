@@ -18,8 +18,8 @@ from dataclasses import Field
 from typing import Any
 
 from ...core.checks import public_name, short
-from ...drafters.base.published import TOKEN_MAP
-from ...drafters.base.published_format import OURS, Files, PublishedFormat, Row, same, shown, told
+from ..published.format_table import OURS, Files, PublishedFormat, Row, same, shown, told
+from ..published.network import TOKEN_MAP
 from .drafter import MOST_HEADS, HydraDrafter, LSTMSpeculatorDrafter, MedusaDrafter, MLPSpeculatorDrafter
 from .prefix import PrefixHydraDrafter
 

@@ -17,15 +17,16 @@ from torch import nn
 from ...core.checks import integer, setting
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
-from ...drafters.base.decoder_layer import AttendByLayer, DecoderLayer, LayerSizes, rotary_of
 from ...drafters.base.plain_config import FLAG, described
 from ...drafters.base.protocol import Accepted, Call
-from ...drafters.base.published import SpeculatorsFiles
-from ...drafters.base.reading_session import Columns, ParallelSession, Slots, ends_of, reading_attention
+from ...drafters.base.reading_session import Columns, ParallelSession, Slots
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.travelling_config import heads_of
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
+from ..published.decoder_layer import AttendByLayer, DecoderLayer, LayerSizes, rotary_of
+from ..published.network import SpeculatorsFiles
+from ..published.nodes import ends_of, reading_attention
 from .drafter import HeadsSession, HydraConfig, HydraDrafter
 
 

@@ -15,7 +15,6 @@ from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm, device_of
-from ...drafters.base.decoder_layer import FeedForward
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.pretrained_drafter import StateDrafter
 from ...drafters.base.protocol import Ask, Call, weights_of
@@ -25,6 +24,7 @@ from ...drafters.base.travelling_config import TravellingConfig
 from ...drafters.base.tree_session import LevelExpansion, TreeSession
 from ...runtime.target_parts import decoder_list, why_not_replaced
 from ..estimate.reads import Read
+from ..published.decoder_layer import FeedForward
 from .first_layers import FirstLayers
 
 logger = logging.get_logger(__name__)

@@ -13,7 +13,6 @@ from torch import nn
 from ...core.checks import integer, setting
 from ...core.draft_tree import Expansion
 from ...core.tensors import RMSNorm, batched_attention, is_unhooked, on_device
-from ...drafters.base.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.plain_config import FLAG
@@ -25,6 +24,7 @@ from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetW
 from ...drafters.base.travelling_config import AttendingConfig, as_list
 from ...drafters.base.tree_session import TokenBias
 from ..estimate.reads import Read
+from ..published.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
 from .collapsed_frames import CollapsedFrames
 
 

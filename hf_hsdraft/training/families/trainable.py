@@ -10,10 +10,8 @@ from ...core.methods import Registry
 from ..data.plan import TrainingPlan
 from .family import TrainableFamily
 from .hidden_state import HiddenStateFamily
-from .published import BlockFamily, EagleFamily
 
-_CORE: tuple[TrainableFamily, ...] = (HiddenStateFamily(), BlockFamily(), EagleFamily())
-TRAINABLE: Registry[TrainableFamily] = Registry("family", {family.name: family for family in _CORE})
+TRAINABLE: Registry[TrainableFamily] = Registry("family", {HiddenStateFamily.name: HiddenStateFamily()})
 
 
 def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
