@@ -109,7 +109,7 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
 
     drafter = load_drafter(name, torch.float32, **hub)
     model, tokenizer = loaded_target(target, torch.float32)
-    lines = drafter.match_told(model, tokenizer)
+    lines = drafter.match_told(model, tokenizer, target)
     if not lines:
         check_fit(drafter, model, tokenizer)
         fits = f"it has all that this {type(drafter).__name__} needs; `hsdraft try` measures its speed"

@@ -248,8 +248,8 @@ class Drafter:
     def settle(self, target: Any, tokens: Sequence[int]) -> None:
         """May try on the target what the drafter's files leave open, before a call; `tokens` are of a prompt."""
 
-    def match_told(self, target: Any, tokenizer: Any) -> list[str]:
-        """Lines of `hsdraft info --target` on how well it fits a target; none if only drafting tells. As `check`."""
+    def match_told(self, target: Any, tokenizer: Any, name: str) -> list[str]:
+        """Lines on how well it fits a target, called `name` there; none if only drafting tells. Raises as `check`."""
         return []
 
     def session(self, call: Call) -> Session:

@@ -96,9 +96,9 @@ class HSDrafter(HSDraftNetwork, StateDrafter):
         if all_processes or has_other_tokens(self, tokenizer):
             warn_of_mismatch(target, self, tokenizer)  # runs a forward: all processes must do so, or none
 
-    def match_told(self, target: Any, tokenizer: Any) -> list[str]:
+    def match_told(self, target: Any, tokenizer: Any, name: str) -> list[str]:
         self.check(target)
-        fits = "the target fits: this drafter predicts it as well as its own"
+        fits = f"{name} fits: this drafter predicts it as well as its own target"
         if self.config.target_reference is None:
             fits = "this drafter does not record what its target writes; `hsdraft hub card --target` does"
         return [explain_mismatch(target, self, tokenizer) or fits]

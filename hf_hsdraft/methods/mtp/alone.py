@@ -117,8 +117,8 @@ class NextnDrafter(Drafter):
     def taps_of(self, target: Any) -> Sequence[int]:
         return self.of_target(target).taps
 
-    def match_told(self, target: Any, tokenizer: Any) -> list[str]:
-        return match_told(self, target, tokenizer)
+    def match_told(self, target: Any, tokenizer: Any, name: str) -> list[str]:
+        return match_told(self, target, tokenizer, name)
 
     def settle(self, target: Any, tokens: Sequence[int]) -> None:
         self.of_target(target).settle(target, tokens)

@@ -143,8 +143,8 @@ class MtpDrafter(Drafter):
     def can_be_tried(self) -> bool:
         return self.layers.num_stored == 1 and self.layers.by_node
 
-    def match_told(self, target: Any, tokenizer: Any) -> list[str]:
-        return match_told(self, target, tokenizer)
+    def match_told(self, target: Any, tokenizer: Any, name: str) -> list[str]:
+        return match_told(self, target, tokenizer, name)
 
     def settle(self, target: Any, tokens: Sequence[int]) -> None:
         if self.config.untold:

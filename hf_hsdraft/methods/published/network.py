@@ -234,8 +234,8 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         if getattr(self.config, "untold", ()):
             settle(self, target, tokens)
 
-    def match_told(self, target: Any, tokenizer: Any) -> list[str]:
-        return match_told(self, target, tokenizer)
+    def match_told(self, target: Any, tokenizer: Any, name: str) -> list[str]:
+        return match_told(self, target, tokenizer, name)
 
     def reread(self, **fields: Any) -> None:
         """Reads the same weights in another way, by fields of the configuration."""

@@ -275,11 +275,11 @@ def try_on(drafter: Any, target: Any, tokenizer: Any) -> None:
         drafter.settle(target, _continued(target, list(tokens), _MOST))
 
 
-def match_told(drafter: Any, target: Any, tokenizer: Any) -> list[str]:
+def match_told(drafter: Any, target: Any, tokenizer: Any, name: str) -> list[str]:
     """As `Drafter.match_told`, after trying what is open."""
     drafter.check(target)
-    questions = drafter.config.untold
+    questions = getattr(drafter.config, "untold", ())
     if not questions:
-        return ["the target fits: its sizes are the drafter's, whose files leave nothing open"]
+        return [f"{name} fits: its sizes are the drafter's, whose files leave nothing open"]
     try_on(drafter, target, tokenizer)
     return [f"{title}: {reading}" for title, reading in told(drafter.config, drafter.tried, questions).items()]
