@@ -35,9 +35,9 @@ from ..core.tensors import RMSNorm, batched_attention, on_device
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.plain_config import PlainConfig, described
 from ..drafters.base.protocol import Ask, Call, weights_of
-from ..drafters.base.reading_session import ParallelSession
 from ..drafters.base.target_weights import TargetWeights, borrow
 from .estimate.reads import Read
+from .published.context import ParallelContextSession
 from .published.decoder_layer import Attention, LayerSizes, Rope, rotary_of, rotate
 from .published.format_table import OURS, Files, PublishedFormat, told
 from .published.network import MOST_LAYERS, PublishedNetwork, SpeculatorsFiles
@@ -347,7 +347,7 @@ def embedded(states: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]
     return total
 
 
-class FlashMapSession(ParallelSession):
+class FlashMapSession(ParallelContextSession):
     """Drafts trees (or chains) for a batch, a block of each row from the same noise.
 
     The noise is drawn once, by a fixed seed, so it depends on no random number of the call. Given the noise, the slots

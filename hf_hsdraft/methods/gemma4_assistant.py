@@ -20,7 +20,6 @@ from ..core.draft_tree import Expansion, TreeBatch
 from ..core.refusals import DraftingRefused
 from ..core.tensors import on_device
 from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.plain_config import TargetSizes
 from ..drafters.base.protocol import Accepted, Ask, Call, weights_of
 from ..drafters.base.registry import (
     IN_TURN,
@@ -41,6 +40,7 @@ from ..hub.checkpoint import Checkpoint
 from ..runtime.target_limits import decoder_layers, text_config
 from ..runtime.tree_reading import AttentionKind, as_attention_takes_it, tree_mask
 from .estimate.reads import Read
+from .published.target_sizes import TargetSizes
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 

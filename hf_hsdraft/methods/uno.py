@@ -17,7 +17,6 @@ from transformers.utils import logging
 
 from ..core.checks import check_fields, few, integer, printable, setting
 from ..core.draft_tree import DraftTree, TreeBatch
-from ..core.fields import Fields
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
 from ..drafters.base.draft_options import DraftOptions, default_options
@@ -30,6 +29,7 @@ from ..runtime.target_limits import text_config
 from ..runtime.target_parts import InPlaceOf, why_not_replaced, with_modules
 from ..runtime.tree_reading import node_inputs
 from .estimate.reads import Read
+from .published.fields import Fields
 
 logger = logging.get_logger(__name__)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_hsdraft.core.fields import Fields
 from hf_hsdraft.hub.checkpoint import Checkpoint
 from hf_hsdraft.hub.drafter_files import DamagedFile
+from hf_hsdraft.methods.published.fields import Fields
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "d2t": torch.arange(4)}
 

@@ -11,8 +11,8 @@ from session_helpers import news, padded
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
-from hf_hsdraft.drafters.base.reading_session import RowContext
 from hf_hsdraft.methods.eagle import drafter as session_module
+from hf_hsdraft.methods.published.context import RowContext
 
 TEXT = list(range(5, 15))
 

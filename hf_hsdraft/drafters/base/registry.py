@@ -166,31 +166,12 @@ class Format:
     fit: Callable[[Checkpoint, TargetInfo, Collection[str]], Fit | None] = lambda checkpoint, target, named: None
 
 
-def with_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Returns a `Format.possible` that checks for these fields."""
-    return lambda config: all(config.get(name) is not None for name in names)
-
-
 _formats: Registry[Format] = Registry("format")
 
 
 def register_format(form: Format) -> None:
     """Registers a format with `AutoDrafter`; replaces a format of the same name."""
     _formats[form.name] = form
-
-
-def register_refusal(name: str, rank: int, why: Callable[[Checkpoint], str], possible: Callable[..., Any]) -> None:
-    """Registers a format of files that are not drafted with; `why` says why not, and is empty for other files."""
-
-    def refuse(checkpoint: Checkpoint, **_: Any) -> Any:
-        raise ValueError(f"{printable(checkpoint.name)} {why(checkpoint)}")
-
-    def describe(checkpoint: Checkpoint) -> dict[str, str]:
-        told = printable(f"{checkpoint.name} {why(checkpoint)}", 400)
-        return {**fields_told(checkpoint), "cannot be loaded": told}
-
-    matches = lambda checkpoint: bool(why(checkpoint))  # noqa: E731
-    register_format(Format(name, rank, matches, refuse, describe, possible=possible, loads=False))
 
 
 def formats() -> list[Format]:

@@ -184,7 +184,7 @@ class HSDraftSession(ParallelSession):
         roll_out: RollOut | None = None,  # a growing one by default
     ) -> None:
         config = drafter.config
-        super().__init__(drafter, weights, call, layers=0)
+        super().__init__(drafter, weights, call)
         self._target = call.target
         self.guesses = self.right_guesses = 0  # judged first guesses of drafts, and the right ones
         self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by row

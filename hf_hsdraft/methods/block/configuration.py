@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.checks import POSITIVE, choice, demand, integer, is_integer, setting
-from ...drafters.base.plain_config import FLAG, described, number
+from ...drafters.base.plain_config import described
 from ...drafters.base.travelling_config import any_special_tokens, own_integer
 from ...runtime.target_limits import decoder_layers, text_config
 from ..published.decoder_layer import LayerSizes
 from ..published.network import PublishedConfig, fields_of_target
+from ..published.target_sizes import FLAG, number
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _MOST_RANK = 2**16

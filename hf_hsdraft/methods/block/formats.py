@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from ...core.checks import printable
-from ...drafters.base.registry import register_refusal
 from ...hub.checkpoint import Checkpoint, speculators_type
 from ..published.format_table import FOREIGN, OURS, PublishedFormat, same, shown, speculators, taps, told
 from ..published.layer_tables import OF_GEMMA, gemma_sizes, rope
+from ..published.refusals import register_refusal
 from . import rows
 from .drafter import BlockDrafter
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ...core.fields import Fields
 from ...hub.checkpoint import LOOSE_MASK
 from ...hub.drafter_files import CONFIG
 from ..published.decoder_layer import LayerSizes
+from ..published.fields import Fields
 from ..published.format_table import REQUIRED, Files, Row, taps, told
 from ..published.layer_tables import PARTIAL, read_windows, sizes
 from ..published.network import MOST_LAYERS

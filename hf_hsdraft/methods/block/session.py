@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from ...core.options import Option
 from ...core.tensors import batched_attention
-from ...drafters.base.plain_config import FLAG
 from ...drafters.base.protocol import Accepted, Ask, Call
-from ...drafters.base.reading_session import ParallelSession
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.tree_session import Confidence, TokenBias
+from ..published.context import ParallelContextSession
+from ..published.target_sizes import FLAG
 from .configuration import Sight
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -105,7 +105,7 @@ CONFIDENCE = Option(
 )
 
 
-class BlockSession(ParallelSession):
+class BlockSession(ParallelContextSession):
     """Drafts trees (or chains) for a batch, a block of each row in one forward."""
 
     def __init__(self, drafter: Any, weights: TargetWeights, call: Call) -> None:

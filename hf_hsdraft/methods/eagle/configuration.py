@@ -11,10 +11,11 @@ from torch import nn
 
 from ...core.checks import demand, integer, is_integer, setting
 from ...core.tensors import RMSNorm
-from ...drafters.base.plain_config import FLAG, described, number
+from ...drafters.base.plain_config import described
 from ...runtime.target_limits import decoder_layers, text_config
 from ..published.decoder_layer import Attend, Attention, DecoderLayer, LayerSizes, Rope, rotate
 from ..published.network import PublishedConfig, fields_of_target
+from ..published.target_sizes import FLAG, number
 
 _MOST_PADDING = 1024  # rows of an embedding beyond the last token
 DRAFT_STEPS = 7  # if the files do not say: the depth of the authors' trees

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from ...core.checks import few
-from ...core.fields import Fields
-from ...drafters.base.registry import register_refusal
 from ...hub.checkpoint import Checkpoint, speculators_type
 from ..published.decoder_layer import LayerSizes
+from ..published.fields import Fields
 from ..published.format_table import (
     FOREIGN,
     OURS,
@@ -41,6 +40,7 @@ from ..published.format_table import (
     told,
 )
 from ..published.layer_tables import OF_GEMMA, gemma_sizes, read_windows, rope, sizes
+from ..published.refusals import register_refusal
 from .configuration import DRAFT_STEPS, EagleConfig, LatentSizes
 from .drafter import EagleDrafter
 

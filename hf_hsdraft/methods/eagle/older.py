@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ...core.checks import demand, few, is_integer, printable
-from ...drafters.base.registry import register_refusal, with_fields
 from ...hub.checkpoint import Checkpoint, speculators_type
 from ..published.format_table import Files, PublishedFormat, speculators, told
 from ..published.layer_tables import sizes
 from ..published.network import TOKEN_MAP
+from ..published.refusals import register_refusal, with_fields
 from .drafter import EagleDrafter
 from .formats import COMMON, EXPECTED, IGNORED, TYPES, is_eagle4, layers, of_target, proposed
 

@@ -21,19 +21,21 @@ from torch import nn
 from ...core.checks import POSITIVE, integer, public_name, setting
 from ...core.draft_tree import Expansion
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.plain_config import FLAG, TargetSizes, described
+from ...drafters.base.plain_config import described
 from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
-from ...drafters.base.reading_session import Columns, ParallelSession, Slots
+from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import TargetWeights, borrow
 from ...drafters.base.tree_session import LevelExpansion
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import Shape
 from ..estimate.reads import Read
+from ..published.context import ParallelContextSession, Slots
 from ..published.network import TOKEN_MAP, PublishedNetwork, SpeculatorsFiles, offsets_listed
 from ..published.nodes import ends_of
+from ..published.target_sizes import FLAG, TargetSizes
 
 
-class HeadsSession(ParallelSession):
+class HeadsSession(ParallelContextSession):
     """Drafts trees (or chains) for a batch from the last hidden state of each row."""
 
     reading_layers = 0  # that attend to the text

@@ -17,16 +17,18 @@ from torch import nn
 from ...core.checks import integer, setting
 from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
-from ...drafters.base.plain_config import FLAG, described
+from ...drafters.base.plain_config import described
 from ...drafters.base.protocol import Accepted, Call
-from ...drafters.base.reading_session import Columns, ParallelSession, Slots
+from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.travelling_config import heads_of
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
+from ..published.context import ParallelContextSession, Slots
 from ..published.decoder_layer import AttendByLayer, DecoderLayer, LayerSizes, rotary_of
 from ..published.network import SpeculatorsFiles
 from ..published.nodes import ends_of, reading_attention
+from ..published.target_sizes import FLAG
 from .drafter import HeadsSession, HydraConfig, HydraDrafter
 
 
@@ -77,7 +79,7 @@ class PrefixHydraSession(HeadsSession):
         self._layer = drafter.prefix_embeding_layer.like(call.target)
 
     def columns(self, news: Accepted) -> Columns:
-        return ParallelSession.columns(self, news)
+        return ParallelContextSession.columns(self, news)
 
     def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
         taps, positions = columns

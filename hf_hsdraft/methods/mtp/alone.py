@@ -17,7 +17,6 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...core.checks import is_integer, printable
-from ...core.fields import Fields
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.protocol import Call, Drafter
@@ -31,7 +30,6 @@ from ...drafters.base.registry import (
     fit_of,
     misfit,
     register_format,
-    with_fields,
 )
 from ...drafters.base.saved_drafter import Placement, take_options
 from ...hub.checkpoint import Checkpoint, speculators_type, target_of
@@ -39,9 +37,11 @@ from ...hub.drafter_files import CONFIG, DamagedFile
 from ...runtime.target_limits import text_config
 from ...runtime.target_parts import decoding_model
 from ..estimate.reads import Read
+from ..published.fields import Fields
 from ..published.format_table import check_proposals
 from ..published.nodes import LevelSession
 from ..published.readings import kept, match_told, settled_by, told
+from ..published.refusals import with_fields
 from .drafter import LEAST_STEPS, MtpConfig, MtpDrafter
 from .kinds import KINDS, OF_SPECULATORS, OTHERS, Kind
 from .loading import layers_alone

@@ -15,9 +15,9 @@ from ...core.checks import few, setting
 from ...core.refusals import DraftingRefused
 from ...drafters.base.auto_drafter import Found, register_finder
 from ...drafters.base.draft_options import default_options
-from ...drafters.base.plain_config import FLAG, TargetSizes, described
+from ...drafters.base.plain_config import described
 from ...drafters.base.protocol import Call, Drafter, weights_of
-from ...drafters.base.registry import IN_TURN, TREES, TargetInfo, empty_model, register_refusal, with_fields
+from ...drafters.base.registry import IN_TURN, TREES, TargetInfo, empty_model
 from ...drafters.base.target_weights import TargetWeights
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import INDEX, read_json
@@ -26,6 +26,8 @@ from ...runtime.target_parts import before_norm, check_last_state, decoding_mode
 from ..estimate.reads import Read
 from ..published.nodes import LevelSession
 from ..published.readings import match_told, settle, settled_by
+from ..published.refusals import register_refusal, with_fields
+from ..published.target_sizes import FLAG, TargetSizes
 from .kinds import UNABLE, described_target, layers_in, renamed
 from .layers import MtpLayers
 from .loading import layer_numbers, layers_of

@@ -15,9 +15,10 @@ from ...core.tensors import on_device
 from ...core.tuning import MASK_ROWS
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Ask, Call
-from ...drafters.base.reading_session import Columns, RowContext, Slots
+from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.tree_session import DraftMemory, LevelExpansion, Levels
+from ..published.context import RowContext, Slots
 from ..published.nodes import DraftedNodes, LevelSession
 from .layers import MtpLayers, held_at
 

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from ...core.checks import are_ascending, demand, printable
-from ...core.fields import REQUIRED, Fields
-from ...drafters.base.registry import AT_ONCE, IN_TURN, TREES, Format, fields_told, fit_of, register_format, with_fields
+from ...drafters.base.registry import AT_ONCE, IN_TURN, TREES, Format, fields_told, fit_of, register_format
 from ...hub.checkpoint import Checkpoint, Shape, speculators_type, target_of
 from ...hub.drafter_files import CONFIG
+from .fields import REQUIRED, Fields
 from .layer_tables import sizes, with_defaults
 from .readings import kept
+from .refusals import with_fields
 
 OURS: Any = object()  # a default: that of our field; without one it is required
 USUAL_DRAFTED = 32000  # tokens, in the format of speculators

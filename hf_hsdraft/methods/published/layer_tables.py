@@ -8,9 +8,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from ...core.checks import demand, is_integer, printable, settings, short
-from ...core.fields import Fields
 from ...hub.drafter_files import CONFIG
 from .decoder_layer import LayerSizes
+from .fields import Fields
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # Sizes that only some formats have; checked here so that a negative one is always refused.

@@ -17,7 +17,6 @@ from transformers import GenerationConfig
 from ...core.checks import are_ascending, demand, integer, printable, public_name, setting
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
-from ...drafters.base.plain_config import FLAG, MOST_OF_TARGET, TargetSizes
 from ...drafters.base.registry import misfit, recognise
 from ...drafters.base.saved_drafter import Placement, SavedDrafter, take_options
 from ...drafters.base.target_weights import TargetWeights, initialise
@@ -28,6 +27,7 @@ from ...runtime.target_parts import before_norm, check_last_state
 from .decoder_layer import LayerSizes, rotary_of
 from .format_table import PublishedFormat
 from .readings import match_told, settle, settled_by, told
+from .target_sizes import FLAG, MOST_OF_TARGET, TargetSizes
 
 MOST_LAYERS, MOST_TAPS = 64, 64
 TOKEN_MAP = "token_map"  # vLLM's name of a list of drafted tokens among the weights

@@ -15,7 +15,7 @@ from ...core.tensors import batched_attention, on_device
 from ...core.tuning import MASK_ROWS
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Ask
-from ...drafters.base.reading_session import ReadingSession, RowContext, Slots
+from .context import ContextSession, RowContext, Slots
 from .decoder_layer import AttendByLayer
 
 
@@ -113,7 +113,7 @@ def ends_of(counts: Mapping[int, int], device: torch.device) -> torch.Tensor:
     return on_device(list(itertools.accumulate(counts.values())), device) - 1
 
 
-class LevelSession(ReadingSession):
+class LevelSession(ContextSession):
     """Drafts trees (or chains) for a batch, one depth of all rows per forward, and forgets what was drafted."""
 
     def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:

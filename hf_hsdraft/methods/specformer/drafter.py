@@ -15,16 +15,17 @@ from ...core.draft_tree import Expansion
 from ...core.tensors import RMSNorm, batched_attention, is_unhooked, on_device
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.packed_texts import PackedTexts
-from ...drafters.base.plain_config import FLAG
 from ...drafters.base.pretrained_drafter import StateDrafter
 from ...drafters.base.protocol import Ask, Call, weights_of
-from ...drafters.base.reading_session import Columns, ParallelSession, Slots
+from ...drafters.base.reading_session import Columns
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import AttendingConfig, as_list
 from ...drafters.base.tree_session import TokenBias
 from ..estimate.reads import Read
+from ..published.context import ParallelContextSession, Slots
 from ..published.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
+from ..published.target_sizes import FLAG
 from .collapsed_frames import CollapsedFrames
 
 
@@ -183,7 +184,7 @@ class SpecFormerDrafter(StateNetwork, StateDrafter):
 register_drafter(SpecFormerConfig.model_type, SpecFormerConfig, SpecFormerDrafter)
 
 
-class SpecFormerSession(ParallelSession):
+class SpecFormerSession(ParallelContextSession):
     """Drafts trees (or chains) for a batch. Only the last position of each text attends to those before it."""
 
     reads_tokens = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .checks import Limit, few, is_integer, is_number, printable, short
+from ...core.checks import Limit, few, is_integer, is_number, printable, short
 
 REQUIRED: Any = object()  # default of a required field
 _SINGLE = (str, int, float, bool)
