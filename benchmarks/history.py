@@ -162,7 +162,7 @@ def look_ups(sizes: Sequence[int], seed: int) -> Iterator[Sequence[Any]]:
     """Yields for each size: seconds to enter so many tokens, megabytes, and microseconds of a look-up and its tree."""
     import numpy as np
 
-    from hf_hsdraft.drafters.lookup.past_texts import HistoryDraft, PastTexts, Record, Trust
+    from hf_hsdraft.methods.history.past_texts import HistoryDraft, PastTexts, Record, Trust
 
     numbers, length = np.random.default_rng(seed), 1000
     for size in sizes:

@@ -28,16 +28,13 @@ _MODULES = {
     "HSDraftEncoderDecoderOutput": "engine.call_output",
     "HSDraftGenerateOutput": "engine.call_output",
     "HSDrafter": "drafters.hidden_state.modeling_hsdraft",
-    "HistoryContents": "drafters.lookup.history",
     "attach": "generate.attachment",
     "attached": "generate.attachment",
     "connect": "remote.connecting",
     "detach": "generate.attachment",
     "FinishedText": "batching.requests",
-    "erase_history": "drafters.lookup.history",
     "generate_many": "batching.generate_many",
     "harmless": "runtime.foreign_parts",
-    "list_history": "drafters.lookup.history",
     "load_target": "runtime.target_loading",
     "register_drafter": "drafters.base.registry",
 }
@@ -47,6 +44,7 @@ _OF_METHODS = {
     "CascadeDrafter",
     "EagleConfig",
     "EagleDrafter",
+    "HistoryContents",
     "LayerSkipDrafter",
     "MtpDrafter",
     "SelfDraftConfig",
@@ -55,6 +53,8 @@ _OF_METHODS = {
     "SpecFormerDrafter",
     "SteeredLMDrafter",
     "UnoDrafter",
+    "erase_history",
+    "list_history",
 }
 __all__ = sorted(["__version__", *_MODULES, *offered("name")])
 

@@ -12,9 +12,6 @@ from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig as HSDraf
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter as HSDrafter
 from .drafters.language_model.lm_drafter import CausalLMDrafter as CausalLMDrafter
 from .drafters.lookup.cacheback import CachebackDrafter as CachebackDrafter
-from .drafters.lookup.history import HistoryContents as HistoryContents
-from .drafters.lookup.history import erase_history as erase_history
-from .drafters.lookup.history import list_history as list_history
 from .engine.call_output import HSDraftEncoderDecoderOutput as HSDraftEncoderDecoderOutput
 from .engine.call_output import HSDraftGenerateOutput as HSDraftGenerateOutput
 from .generate.attachment import Attachment as Attachment
@@ -26,6 +23,9 @@ from .methods.block.drafter import BlockDrafter as BlockDrafter
 from .methods.cascade.cascade_drafter import CascadeDrafter as CascadeDrafter
 from .methods.eagle.configuration import EagleConfig as EagleConfig
 from .methods.eagle.drafter import EagleDrafter as EagleDrafter
+from .methods.history.history import HistoryContents as HistoryContents
+from .methods.history.history import erase_history as erase_history
+from .methods.history.history import list_history as list_history
 from .methods.layer_skip.layer_skip import LayerSkipDrafter as LayerSkipDrafter
 from .methods.mtp.drafter import MtpDrafter as MtpDrafter
 from .methods.self_speculation.drafter import SelfDraftConfig as SelfDraftConfig

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..core.draft_tree import DraftTree, Expansion, certainty, merge_trees
+from ..core.methods import load
 from ..core.tensors import embedded_tokens, on_device
 from ..core.tuning import MOST_PENDING
 from ..drafters.base.draft_options import NO_HISTORY, DraftOptions
@@ -74,11 +75,7 @@ class Drafting:
         ngrams = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
         self.pace: CostPace | None = None
         self.depth = 0
-        history: Session | None = None
-        if call.history is not None:
-            from ..drafters.lookup.past_texts import HistorySession
-
-            history = HistorySession(call, call.history)
+        history = None if call.history is None else call.history.session(call)
         self.sessions = [each for each in (ngrams, history, session) if each is not None]
         self.extend: Callable[[DraftTree, Ask], DraftTree] | None = None
         self._free = [each for each in self.sessions if each.free]
@@ -186,9 +183,7 @@ def history_for(drafter: Drafter, target: Any, options: DraftOptions) -> Any:
     """Opens the history that the option asks for; None for none. Raises an OSError if its folder cannot be used."""
     if options.history == NO_HISTORY:
         return None
-    from ..drafters.lookup.history import history_of  # most calls do without
-
-    return history_of(drafter, target, options.history)
+    return load("remembering", "history").history_of(drafter, target, options.history)
 
 
 def _tell(listeners: Sequence[Callable[..., None]], rows: Sequence[int], expansion: Expansion) -> None:

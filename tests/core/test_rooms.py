@@ -150,8 +150,8 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 1953, "engine": 2176, "runtime": 3652, "verify": 615, "generate": 565, "training": 5879, "bench": 1445,
-    "cli": 2168, "drafters": 7629, "serve": 1941, "hub": 1636,
+    "core": 1854, "engine": 2171, "runtime": 3652, "verify": 615, "generate": 565, "training": 5879, "bench": 1445,
+    "cli": 2102, "drafters": 6540, "serve": 1941, "hub": 1636,
 }  # fmt: skip
 
 
@@ -165,8 +165,8 @@ def test_the_core_stays_small() -> None:
     """What is neither a method, nor the server and its devices, nor vLLM's plugin."""
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
-    assert len(files) <= 192
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 35_851
+    assert len(files) <= 188
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 34_592
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:

@@ -101,7 +101,7 @@ class Call:
     outlives: bool = False  # whether the target's cache outlives the call
     observers: Sequence[Any] = ()  # additional observers of rounds; see `engine.loop.Observer`
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closes when the call ends
-    history: Any = None  # past texts, `drafters.lookup.history.History`; None without the option `history`
+    history: Any = None  # past texts, `methods.history`; None without the option `history`
 
     @property
     def foresight(self) -> Foresight | None:

@@ -25,10 +25,10 @@ from ...core.checks import public_name
 from ...core.forks import new_lock, new_rlock
 from ...core.kept import kept_with
 from ...core.tensors import embedded_tokens
+from ...drafters.base.protocol import Call, Drafter
 from ...runtime.target_limits import text_config
 from ...verify.registry import IN_MEMORY, NO_HISTORY
-from ..base.protocol import Drafter
-from .past_texts import Continuation, PastTexts, Record, Trust
+from .past_texts import Continuation, HistorySession, PastTexts, Record, Trust
 
 HISTORY_TOKENS = 2**22  # number of tokens that a history keeps - by hand: they take 120 MB
 
@@ -126,6 +126,10 @@ class History:
         with self._reading:
             return self._texts.find(tail, depth)
 
+    def session(self, call: Call) -> HistorySession:
+        """What drafts from it in a call."""
+        return HistorySession(call, self)
+
     @contextlib.contextmanager
     def _up_to_date(self, writes: bool) -> Iterator[sqlite3.Connection | None]:
         """Takes what other processes have written, and holds texts and file; raises as `_opened`."""
@@ -220,16 +224,14 @@ _of_files: weakref.WeakValueDictionary[str, History] = weakref.WeakValueDictiona
 _lock = new_lock()
 
 
-def history_of(drafter: Drafter, target: Any, option: str) -> History | None:
-    """Returns the history that the option `history` asks for, up to date; None for none.
+def history_of(drafter: Drafter, target: Any, option: str) -> History:
+    """Returns the history that the option `history` asks for, up to date.
 
     In memory it is that of the drafter and the target. In a folder it is that of the target, whatever drafts.
 
     Raises:
         OSError: the folder cannot be used.
     """
-    if option == NO_HISTORY:
-        return None
     with _lock:
         known = _histories(drafter).setdefault(target, {})
         history = known.pop(option, None) or _made(target, option)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..core.checks import printable
-from ._shared import console, in_bytes, option, say
+from ...cli._shared import console, in_bytes, option, say
+from ...core.checks import printable
 
 app = typer.Typer()
 
@@ -35,7 +35,7 @@ def show(
     ] = None,
 ) -> None:
     """Lists for each target how many texts a folder holds for drafting, their tokens, and the size of the file."""
-    from ..drafters.lookup.history import list_history
+    from .history import list_history
 
     found = list_history(folder)
     table = Table("target", "texts", "tokens", "size")
@@ -49,7 +49,7 @@ def show(
 def _print_texts(paths: list[Path], name: str) -> None:
     from transformers import AutoTokenizer
 
-    from ..drafters.lookup.history import read_all
+    from .history import read_all
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     for record in (record for path in paths for record in read_all(path)):
@@ -61,6 +61,6 @@ def erase(
     folder: FolderArgument, target: Annotated[str, option("Only those of this target, as `list` names it.")] = ""
 ) -> None:
     """Erases past texts. Processes that draft from them drop them with their next call."""
-    from ..drafters.lookup.history import erase_history
+    from .history import erase_history
 
     say(f"{erase_history(folder, target):,} texts erased")

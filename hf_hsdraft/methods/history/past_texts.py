@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.draft_tree import DraftTree, grown_tree
-from ..base.protocol import Accepted, Ask, Call
-from .ngrams import LookupSession
+from ...drafters.base.protocol import Accepted, Ask, Call
+from ...drafters.lookup.ngrams import LookupSession
 
 # Lengths of the n-grams that past texts are found by - by hand: the end of a chat's template is longer than 8 in
 # many prompts, and shorter n-grams than 3 say little that the running text does not say.

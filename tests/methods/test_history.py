@@ -33,9 +33,9 @@ from hf_hsdraft.core.kept import kept_with
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.saved_drafter import stored_options
-from hf_hsdraft.drafters.lookup import history as histories
-from hf_hsdraft.drafters.lookup.history import SUFFIX, History, history_of, read_all
-from hf_hsdraft.drafters.lookup.past_texts import (
+from hf_hsdraft.methods.history import history as histories
+from hf_hsdraft.methods.history.history import SUFFIX, History, history_of, read_all
+from hf_hsdraft.methods.history.past_texts import (
     BLOCK,
     HISTORY_LENGTHS,
     HISTORY_MATCHES,
