@@ -10,7 +10,6 @@ from .drafters.base.registry import register_drafter as register_drafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator as HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig as HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter as HSDrafter
-from .drafters.language_model.lm_drafter import CausalLMDrafter as CausalLMDrafter
 from .drafters.lookup.cacheback import CachebackDrafter as CachebackDrafter
 from .engine.call_output import HSDraftEncoderDecoderOutput as HSDraftEncoderDecoderOutput
 from .engine.call_output import HSDraftGenerateOutput as HSDraftGenerateOutput
@@ -26,6 +25,7 @@ from .methods.eagle.drafter import EagleDrafter as EagleDrafter
 from .methods.history.history import HistoryContents as HistoryContents
 from .methods.history.history import erase_history as erase_history
 from .methods.history.history import list_history as list_history
+from .methods.language_model.lm_drafter import CausalLMDrafter as CausalLMDrafter
 from .methods.layer_skip.layer_skip import LayerSkipDrafter as LayerSkipDrafter
 from .methods.mtp.drafter import MtpDrafter as MtpDrafter
 from .methods.self_speculation.drafter import SelfDraftConfig as SelfDraftConfig

@@ -33,13 +33,14 @@ from ..drafters.base.registry import (
     register_format,
 )
 from ..drafters.base.target_weights import borrow
-from ..drafters.base.tree_session import LevelExpansion, TreeSession
-from ..drafters.language_model.lm_drafter import ModelDrafter
-from ..drafters.language_model.lm_files import read_config
+from ..drafters.base.tree_session import TreeSession
 from ..hub.checkpoint import Checkpoint
 from ..runtime.target_limits import decoder_layers, text_config
 from ..runtime.tree_reading import AttentionKind, as_attention_takes_it, tree_mask
 from .estimate.reads import Read
+from .language_model.lm_drafter import ModelDrafter
+from .language_model.lm_files import read_config
+from .published.levels import LevelExpansion
 from .published.target_sizes import TargetSizes
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.language_model.lm_texts import LMAbility
 from hf_hsdraft.methods.distillation.layer_subset import with_layers
+from hf_hsdraft.methods.language_model.lm_texts import LMAbility
 from hf_hsdraft.methods.layer_skip import layer_skip
 from hf_hsdraft.methods.layer_skip.layer_skip import (
     Judged,

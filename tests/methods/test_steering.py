@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, SteeredLMDrafter
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.methods.distillation.layer_subset import with_layers
-from hf_hsdraft.methods.estimate.reads import numbers_kept, reads_of
+from hf_hsdraft.methods.estimate.reads import reads_of
 from hf_hsdraft.methods.steering.steered_lm import Steering, SteeringSizes
 
 
@@ -168,7 +168,7 @@ def test_what_a_draft_reads_is_counted(target):
     assert [(each.weights, each.times) for each in table] == [(VOCAB * 32, 0)] * untied, "in memory, not in a draft"
     config = drafter.model.config
     kept = 2 * config.num_hidden_layers * config.num_key_value_heads * (32 // config.num_attention_heads) * 50
-    assert numbers_kept(drafter, 50) == kept
+    assert drafter.numbers_kept(50) == kept
     assert layers.weights == sum(weight.numel() for weight in drafter.model.model.layers.parameters()) + 32  # the norm
     assert (layers.times, layers.rows, head.weights) == (3, 4, VOCAB * 32)
     assert steering.weights == sum(weight.numel() for weight in drafter.steering.parameters()) and steering.times == 1

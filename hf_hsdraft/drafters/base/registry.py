@@ -59,7 +59,7 @@ class TokenizerOfTarget:
 
 
 FAMILIES: Registry[Family] = Registry("model_type")
-_CORE = ("hidden_state.modeling_hsdraft", "language_model.lm_drafter", "lookup.cacheback")
+_CORE = ("hidden_state.modeling_hsdraft", "lookup.cacheback")
 
 
 def load_families() -> None:

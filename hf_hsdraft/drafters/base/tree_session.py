@@ -227,38 +227,6 @@ class ParallelExpansion(Expansion):
         return _Part(columns, logits.split(1, dim=1), race, last)
 
 
-# Takes arguments of an `Expansion`; returns the children's logits `[B, n, V']` and the nodes' states `[B, n, S]`.
-Levels = Callable[[int, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class LevelExpansion(Expansion):
-    """Expands nodes level by level, one forward each."""
-
-    levels: Levels
-    depth: int  # greatest depth of a child
-    temperature: float  # of the returned distributions
-    race: Race | None  # with foreseen target draws; probabilities are then those of winning the race
-
-    def __call__(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, states = self.levels(level, tokens, states)
-        return log_probs_of(level, logits, self.temperature, self.race), states
-
-    def best(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As in `Expansion`; races sort, so they run among the likely tokens of each row only."""
-        logits, states = self.levels(level, tokens, states)
-        if self.race is None or logits.shape[-1] < 2 * LIKELY_COLUMNS:
-            return *best_children(log_probs_of(level, logits, self.temperature, self.race), scores, count), states
-        columns = logits.amax(dim=1).topk(LIKELY_COLUMNS, sorted=False).indices
-        logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
-        values, found, parents = best_children(self.race.among(columns)(level, logits), scores, count)
-        return values, columns.gather(1, found), parents, states
-
-
 class TreeSession(Session):
     """Drafts trees (or chains) of tokens `vocab_ids` `[V']`, int64; for drawn nodes `foresight` is ignored."""
 

@@ -9,9 +9,9 @@ import torch
 
 from ...core.tensors import embedded_tokens, shared_length
 from ...drafters.base.protocol import Accepted, Drafter
-from ...drafters.language_model.lm_drafter import CausalLMDrafter
-from ...drafters.language_model.lm_texts import LMTexts, ability_of, groups_of_rows, kind_of
 from ...runtime.target_limits import furthest_position, text_config
+from ..language_model.lm_drafter import CausalLMDrafter
+from ..language_model.lm_texts import LMTexts, ability_of, groups_of_rows, kind_of
 from .supposing import SupposingSession
 
 

@@ -19,8 +19,8 @@ from ...bench.run import Inputs
 from ...bench.systems import PLAIN, System, Variant, drafted_system
 from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Drafter, WrappedDrafter
-from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...engine.loop import Observer, Round
+from ..language_model.lm_drafter import CausalLMDrafter
 from .cascade_drafter import CascadeDrafter
 from .hierarchy import DEEPEST, TARGET, Acceptance, Curve, Drafting, Levels, Plan
 from .levels import LMReader, model_of

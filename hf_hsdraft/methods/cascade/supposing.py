@@ -11,9 +11,9 @@ from ...core.draft_tree import DraftTree
 from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ...drafters.hidden_state.draft_session import HSDraftSession, Pairs
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMSession
 from ...drafters.lookup.cacheback import CachebackDrafter
 from ...drafters.lookup.ngrams import NgramSession
+from ..language_model.lm_drafter import CausalLMDrafter, CausalLMSession
 
 _LEAST_WINDOW = 256  # a narrower window could drop positions that are needed after tokens are taken back
 

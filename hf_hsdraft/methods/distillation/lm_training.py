@@ -15,13 +15,13 @@ from ...drafters.base.draft_options import leave_folder
 from ...drafters.base.plain_config import AnyTarget
 from ...drafters.base.target_weights import DrafterOutput, TargetWeights
 from ...drafters.base.travelling_config import any_special_tokens
-from ...drafters.language_model.lm_drafter import CausalLMDrafter
-from ...drafters.language_model.lm_texts import ability_of
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import as_attention_takes_it
 from ...training.families.family import OPTIONS, Choose, TrainableFamily, name_of, trained
 from ...training.families.trainable import TRAINABLE
+from ..language_model.lm_drafter import CausalLMDrafter
+from ..language_model.lm_texts import ability_of
 from .branches import Branches
 from .layer_subset import evenly, layers_of, with_layers
 

@@ -26,12 +26,13 @@ from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
 from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import DrafterOutput, TargetWeights, borrow
-from ...drafters.base.tree_session import LevelExpansion, ParallelExpansion
+from ...drafters.base.tree_session import ParallelExpansion
 from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import text_config
 from ..estimate.reads import Read
 from ..published.context import RowContext, Slots
 from ..published.decoder_layer import AttendByLayer, rotary_of
+from ..published.levels import LevelExpansion
 from ..published.network import (
     TOKEN_MAP,
     PublishedNetwork,

@@ -25,7 +25,7 @@ from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...training.data.vocabulary import best_size
 from ...training.loss.loss import CHUNK_LOGITS
-from .reads import numbers_kept, reads_of
+from .reads import reads_of
 
 _NOT_COUNTED = (
     "not counted: answering prompts and measuring tau; operations of attention scores; memory of temporary results and "
@@ -279,7 +279,7 @@ def estimate_decoding(
     add, width = sheet.add, bytes_per_weight
     add("target in memory", "B", "weights x bytes", sum(target_parts(config).values()), width)
     add("drafter in memory", "B", "its own weights that a draft reads x bytes", own, width)
-    if kept := numbers_kept(drafter, plan.length):
+    if kept := getattr(drafter, "numbers_kept", lambda length: 0)(plan.length):
         add("drafter's keys and values", "B", "numbers kept of the text x bytes", kept, width)
     formula = "2 x layers x heads x head size x tokens x bytes"
     keys = add("keys and values", "B", formula, 2, *model.cache, plan.length, width)

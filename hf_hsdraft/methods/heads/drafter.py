@@ -25,11 +25,11 @@ from ...drafters.base.plain_config import described
 from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
 from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import TargetWeights, borrow
-from ...drafters.base.tree_session import LevelExpansion
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import Shape
 from ..estimate.reads import Read
 from ..published.context import ParallelContextSession, Slots
+from ..published.levels import LevelExpansion
 from ..published.network import TOKEN_MAP, PublishedNetwork, SpeculatorsFiles, offsets_listed
 from ..published.nodes import ends_of
 from ..published.target_sizes import FLAG, TargetSizes

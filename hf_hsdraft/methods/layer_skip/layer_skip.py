@@ -24,10 +24,10 @@ from ...drafters.base.plain_config import AnyTarget
 from ...drafters.base.protocol import Call
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import WeightlessDrafter, give_options
-from ...drafters.language_model.lm_drafter import CausalLMSession
-from ...drafters.language_model.lm_texts import ability_of, shared_tokens
 from ...runtime.target_limits import decoder_layers, text_config
 from ..distillation.layer_subset import layers_of, with_layers
+from ..language_model.lm_drafter import CausalLMSession
+from ..language_model.lm_texts import ability_of, shared_tokens
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Ask, Call
 from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.base.tree_session import DraftMemory, LevelExpansion, Levels
+from ...drafters.base.tree_session import DraftMemory
 from ..published.context import RowContext, Slots
+from ..published.levels import LevelExpansion, Levels
 from ..published.nodes import DraftedNodes, LevelSession
 from .layers import MtpLayers, held_at
 

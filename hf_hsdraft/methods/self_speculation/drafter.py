@@ -21,10 +21,11 @@ from ...drafters.base.protocol import Ask, Call, weights_of
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import TravellingConfig
-from ...drafters.base.tree_session import LevelExpansion, TreeSession
+from ...drafters.base.tree_session import TreeSession
 from ...runtime.target_parts import decoder_list, why_not_replaced
 from ..estimate.reads import Read
 from ..published.decoder_layer import FeedForward
+from ..published.levels import LevelExpansion
 from .first_layers import FirstLayers
 
 logger = logging.get_logger(__name__)

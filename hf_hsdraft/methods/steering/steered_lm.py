@@ -28,15 +28,15 @@ from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Accepted, Call, weights_of
 from ...drafters.base.registry import Evidence, Fit, Format, TargetInfo, register_format
 from ...drafters.base.travelling_config import default_tap_layers
-from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMSession
-from ...drafters.language_model.lm_files import describe, fit, why_no_causal_lm, why_not_by_config
-from ...drafters.language_model.lm_texts import LMTexts, ability_of, shared_tokens
 from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_runtime import TargetOutput
 from ...training.files import write_complete
 from ..distillation.layer_subset import layers_of, sharing_weights
-from ..estimate.reads import Read, reads_of_lm
+from ..estimate.reads import Read
+from ..language_model.lm_drafter import CausalLMDrafter, CausalLMSession
+from ..language_model.lm_files import describe, fit, why_no_causal_lm, why_not_by_config
+from ..language_model.lm_texts import LMTexts, ability_of, shared_tokens
 
 STEERING = "steering.safetensors"  # beside the language model, as in index.json
 _SIZES = "sizes"  # name of the metadata of that file
@@ -266,9 +266,10 @@ class SteeredLMDrafter(CausalLMDrafter):
             "language model alone, by CausalLMDrafter.from_pretrained, or train a steering for this target."
         )
 
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        steering = () if self.steering is None else (Read("steering", weights_of(self.steering), 1, 1),)
-        return *reads_of_lm(self, depth, width), *steering
+    def reads(self, depth: int, width: int) -> Iterator[Read]:
+        yield from super().reads(depth, width)
+        if self.steering is not None:
+            yield Read("steering", weights_of(self.steering), 1, 1)
 
     def session(self, call: Call) -> CausalLMSession:
         if not call.options.own["steering"]:

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn.functional import pad
 
 from ...core.checks import demand
-from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...hub.checkpoint import Checkpoint
 from ...training.families.trainable import TRAINABLE
 from ..distillation.branches import Branches
 from ..distillation.lm_training import LMFamily, TrainedLM
+from ..language_model.lm_drafter import CausalLMDrafter
 from .steered_lm import SteeredLMDrafter, Steering, SteeringSizes, has_steering
 
 

@@ -25,7 +25,7 @@ from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.language_model import lm_files
+from hf_hsdraft.methods.language_model import lm_files
 
 NEW = 12
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}

@@ -18,11 +18,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import is_optimum_available
 
 from ...core.checks import demand, few, is_integer, printable, short
+from ...drafters.base.registry import AT_ONCE, IN_TURN, TREES, Evidence, Fit, TargetInfo
+from ...drafters.base.saved_drafter import stored_options
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
 from ...runtime.target_loading import marks_of_drafter
-from ..base.registry import AT_ONCE, IN_TURN, TREES, Evidence, Fit, TargetInfo
-from ..base.saved_drafter import stored_options
 from .lm_texts import what_differs
 
 # Numbers of parts, which transformers makes or lists each; the largest models have some hundreds.

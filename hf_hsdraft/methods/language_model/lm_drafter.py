@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,17 @@ from ...core.checks import is_integer, printable, short
 from ...core.draft_tree import DraftTree, Expansion
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of, on_device
+from ...drafters.base.draft_options import DraftOptions, default_options, option_names
+from ...drafters.base.plain_config import AnyTarget
+from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
+from ...drafters.base.registry import Format, register_format
+from ...drafters.base.saved_drafter import SavedDrafter, refuse_unknown, take_options, write_options
+from ...drafters.base.tree_session import CacheMemory, ParallelExpansion, TreeSession
 from ...hub.checkpoint import Checkpoint
-from ...runtime.target_limits import text_config
+from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import AttentionKind
-from ..base.draft_options import DraftOptions, default_options, option_names
-from ..base.plain_config import AnyTarget
-from ..base.protocol import Accepted, Ask, Call
-from ..base.registry import Format, register_format
-from ..base.saved_drafter import SavedDrafter, refuse_unknown, take_options, write_options
-from ..base.tree_session import CacheMemory, LevelExpansion, ParallelExpansion, TreeSession
+from ..estimate.reads import Read
+from ..published.levels import LevelExpansion
 from .lm_files import (
     DRAFTING_OPTIONS,
     describe,
@@ -320,6 +322,24 @@ class CausalLMDrafter(ModelDrafter):
         reason = ability_of(self.model).reason
         if reason:
             raise DraftingRefused(f"this model cannot draft: {reason}")
+
+    def reads(self, depth: int, width: int) -> Iterator[Read]:
+        """Weights that a language model reads."""
+        model = self.model
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        untied = 0 if head is table else table.numel()
+        times, rows = (depth, width) if self.mask_token_id is None else (1, depth)
+        yield Read("layers", weights_of(model) - head.numel() - untied, times, rows)
+        yield Read("head", head.numel(), times, rows)
+        if untied:  # in memory, but only a few rows are read
+            yield Read("embedding", untied, 0, 1)
+
+    def numbers_kept(self, length: int) -> int:
+        """Number of keys and values that it keeps of a whole text of `length` tokens."""
+        config = text_config(self.model)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * decoder_layers(config) * heads * head_dim * length)
 
     def session(self, call: Call) -> CausalLMSession:
         shared, kinds = shared_tokens(self.model, call.target), ability_of(self.model).kinds
