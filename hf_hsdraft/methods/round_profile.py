@@ -30,7 +30,6 @@ from ..cpu.packed_weights import PackedWeights, packed_now
 from ..drafters.base.tree_session import ParallelExpansion
 from ..drafters.hidden_state.draft_session import HSDraftSession, RollOut
 from ..drafters.hidden_state.network import WorkingWeights
-from ..drafters.hidden_state.static_roll_out import StaticRollOut
 from ..drafters.lookup.ngrams import NgramSession
 from ..engine.decoded_texts import DecodedTexts
 from ..engine.drafting import Drafting
@@ -38,6 +37,7 @@ from ..engine.loop import decode
 from ..runtime.cache_slots import give_room_back
 from ..runtime.target_runtime import TargetRuntime
 from ..runtime.tree_reading import as_attention_takes_it, tree_mask
+from .static_roll_out import StaticRollOut
 
 TARGET, PYTHON = "target forward", "Python"
 PARTS = (

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...core.checks import demand
+from ...core.methods import load, offered
 from ...core.tensors import device_of, is_unhooked, joined
 from ..base.draft_options import DraftOptions
 from ..base.packed_texts import PackedTexts
@@ -19,7 +20,6 @@ from .configuration_hsdraft import HSDraftConfig
 from .draft_session import REUSE_OPTIONS, HSDraftSession, reuse_of
 from .network import HSDraftLayer, HSDraftNetwork
 from .quick_weights import QuickWeights, quick_weights
-from .static_roll_out import StaticSession, static_roll_out
 from .target_match import explain_mismatch, has_other_tokens, warn_of_mismatch
 from .trunk import Layer, read, roll
 
@@ -110,16 +110,14 @@ class HSDrafter(HSDraftNetwork, StateDrafter):
         working, weights = quick_weights(self, *modules), self.borrow(*modules, with_head=False)
         if not self._compiles(call, working):
             return HSDraftSession(self, weights, call, working)
-        sizes = call.runtime.slots.size, call.options.depth, call.runtime.acceleration.compile_config
-        roll_out = call.stack.enter_context(static_roll_out(self, working, weights, *sizes))
-        return StaticSession(self, weights, call, working, roll_out)
+        return load("drafts", "compiled").session_of(self, weights, call, working)
 
     def _compiles(self, call: Call, working: QuickWeights) -> bool:
         """Whether drafts are compiled: the target's forwards are, and later calls can use the graphs again."""
-        target, alone = call.runtime, call.rows == 1 and call.options.depth > 0
+        target, alone = call.runtime, call.rows == 1 and call.options.depth > 0 and offered("drafts")
         if target is None or target.slots.size is None or target.acceleration.compile_config is None:
             return False
-        return alone and working.spare is not None and self.device.type == device_of(call.target).type
+        return bool(alone) and working.spare is not None and self.device.type == device_of(call.target).type
 
 
 def _with_joined_weights(layer: Any) -> Layer:

@@ -17,9 +17,8 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Verified
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
-from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut, StaticSession
-from hf_hsdraft.gpu.fixed_shapes import keep_in_place
 from hf_hsdraft.methods.lossy.continuation import extended, likeliest_path
+from hf_hsdraft.methods.static_roll_out import StaticRollOut, StaticSession, keep_in_place
 from hf_hsdraft.verify.verdict import chosen_path, walk
 
 STEPS, SIZE = 4, 24

@@ -8,31 +8,134 @@ depths, and is read back once. Shallower trees are cut from it.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from types import ModuleType
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from ...core.draft_tree import DraftTree, FoundNodes, TreeLimits, searched
-from ...core.forks import new_lock
-from ...core.tensors import on_device
-from ...gpu.fixed_shapes import DeviceTime, StaticText, compiled, keep_in_place
-from ...verify.verdict import chosen_path
-from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask, Verified
-from ..base.target_weights import TargetWeights
-from .draft_session import HSDraftSession, KeyValues, Pairs, RollOut, expansion_of
-from .network import HSDraftNetwork, WorkingWeights
-from .quick_weights import QuickWeights
-from .trunk import read, roll
+from ..core.draft_tree import DraftTree, FoundNodes, TreeLimits, searched
+from ..core.forks import new_lock
+from ..core.tensors import on_device, shared_attention
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Accepted, Ask, Call, Verified
+from ..drafters.base.target_weights import TargetWeights
+from ..drafters.hidden_state.draft_session import HSDraftSession, KeyValues, Pairs, RollOut, expansion_of
+from ..drafters.hidden_state.network import HSDraftNetwork, WorkingWeights
+from ..drafters.hidden_state.quick_weights import QuickWeights
+from ..drafters.hidden_state.trunk import read, roll
+from ..gpu.fixed_shapes import compiled
+from ..verify.verdict import chosen_path
 
 # They hold a multiple of so many positions - by hand: few sizes to compile, masks in whole vectors.
 STATIC_POSITIONS = 256
 SPARE_ROLL_OUTS = 4  # number of compiled roll-outs that a drafter's weights keep - by hand
+
+
+class StaticText:
+    """A context of a trunk for one forward, over buffers that outlive it. Nothing is read back from the device.
+
+    Args:
+        keys, values: for each layer, `[kv_heads, room, head_dim]`; written to.
+        window: positions attended to, the own one included; `None` for all.
+        columns: pairs that are read, more than are real.
+        place: `[2]`, int64, on the device: how many positions have been read, and how many columns are real.
+
+    Attributes:
+        starts: `[1]`, the last real column.
+    """
+
+    def __init__(
+        self,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        window: int | None,
+        columns: int,
+        place: torch.Tensor,
+    ) -> None:
+        self._keys, self._values, self._window = keys, values, window
+        held, count = place.split(1)
+        self._places = held + torch.arange(columns, device=place.device)
+        self.starts, self._last = count - 1, held + count - 1
+
+    def reading(self) -> Any:
+        return partial(self._attend, self._places)
+
+    def rolling(self, step: int, chains: int) -> Any:
+        return partial(self._attend, self._last + step)
+
+    def _attend(
+        self,
+        places: torch.Tensor,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Writes keys and values at `places` `[n]`, and attends with their queries, or those of `rows`."""
+        held_keys, held_values = self._keys[layer], self._values[layer]
+        held_keys.index_copy_(1, places, keys.to(held_keys.dtype))  # autocast may have changed the dtype
+        held_values.index_copy_(1, places, values.to(held_values.dtype))
+        at = (places if rows is None else places[rows])[:, None]
+        columns = torch.arange(held_keys.shape[1], device=places.device)
+        seen = columns <= at
+        if self._window is not None:
+            seen = seen & (columns > at - self._window)
+        return shared_attention(queries, held_keys, held_values, seen)
+
+
+def keep_in_place(*parts: Any) -> None:
+    """Tells the compiler that all tensors in these structures stay in place: a recorded graph reads them there."""
+    for tensor in _tensors(parts):
+        torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a plain structure, closures included, and namespaces of operators, which are cyclic, excluded."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, tuple | list):
+        for each in part:
+            yield from _tensors(each)
+    elif callable(part) and getattr(part, "__closure__", None):
+        yield from _tensors([cell.cell_contents for cell in part.__closure__])
+    elif hasattr(part, "__dict__") and not isinstance(part, type | nn.Module | ModuleType):
+        yield from _tensors(list(vars(part).values()))
+
+
+class DeviceTime(AbstractContextManager["DeviceTime"]):
+    """The time that a device takes for what is queued within, without waiting for it; elsewhere the host's time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._ends: list[Any] = []
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def __enter__(self) -> Self:
+        self._ends = [self._now()]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.append(self._now())
+
+    @property
+    def seconds(self) -> float:
+        """To be read once the device has finished."""
+        begin, end = self._ends
+        return begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin
 
 
 @dataclass(frozen=True)
@@ -305,3 +408,10 @@ class StaticSession(HSDraftSession):
         self._guessed = {}
         self._roll_out.advance(len(followed.tokens))
         self._found = followed.found, sizes
+
+
+def session_of(drafter: HSDraftNetwork, weights: TargetWeights, call: Call, working: QuickWeights) -> StaticSession:
+    """What drafts in a call whose target runs compiled, for one text."""
+    sizes = call.runtime.slots.size, call.options.depth, call.runtime.acceleration.compile_config
+    roll_out = call.stack.enter_context(static_roll_out(drafter, working, weights, *sizes))
+    return StaticSession(drafter, weights, call, working, roll_out)

@@ -15,7 +15,7 @@ from test_static_cache import Graphs, decode
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.drafters.hidden_state.draft_session import RollOut
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights, quick_weights
-from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut, static_roll_out
+from hf_hsdraft.methods.static_roll_out import StaticRollOut, static_roll_out
 
 STEPS, ROOM = 4, 70
 
