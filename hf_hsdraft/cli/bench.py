@@ -62,7 +62,6 @@ def bench(
     """Compares plain decoding, drafting and other systems on the same prompts, in one process, in alternating order."""
     from ..bench.calls import Settings
     from ..bench.plan import BenchPlan, draw, run_plan
-    from ..bench.plots import draw_bench
     from ..bench.report import print_report
     from ..bench.run import BATCH, CONTEXT, NEW, NOTE
     from ..generate.by_name import found_for_targets
@@ -92,7 +91,7 @@ def bench(
         model, tokenizer = loaded_target(target, dtype.torch, device)
     result = run_plan(plan, model, tokenizer, loaded, errors)
     print_report(result, console)
-    draw(plan, partial(draw_bench, result), console)
+    draw(plan, lambda *place: load("drawing", "bench").draw_bench(result, *place), console)
 
 
 def _bench_cold(plan: Any, target: str | None, drafters: list[str] | None, dtype: Dtype, device: str) -> None:

@@ -24,15 +24,15 @@ from rich.table import Table
 
 from ..bench.calls import Settings, processor, timed, until_end
 from ..bench.plan import BenchPlan
-from ..bench.plots import draw_line, with_legend
 from ..bench.run import BATCH, turn_order
 from ..bench.systems import PLAIN, System, Variant, make_systems, with_options
 from ..cpu.background import end_compilers
 from ..generate.by_name import found_for_targets
 from ..runtime.prompt_inputs import encode_batch
 from ..runtime.target_loading import load_target
-from ..training.evaluate.pictures import new_figure, save_figure, style
 from ..training.files import write_json
+from .pictures.bench_pictures import draw_line, with_legend
+from .pictures.training_pictures import new_figure, save_figure, style
 
 IN_A_ROW = 10
 DEFINITIONS = {

@@ -21,7 +21,6 @@ from hf_hsdraft import CachebackDrafter, CausalLMDrafter, HSDrafter, harmless
 from hf_hsdraft.bench import run
 from hf_hsdraft.bench.calls import PeakMemory, Run, Settings, time_call
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
-from hf_hsdraft.bench.plots import draw_bench
 from hf_hsdraft.bench.report import as_document, by_system, print_report, summarise
 from hf_hsdraft.bench.run import BATCH, CONTEXT, NEW, check_points, measure, padded_batches, padded_prompt, turn_order
 from hf_hsdraft.bench.systems import PLAIN, System, make_systems, parse_variants
@@ -29,6 +28,7 @@ from hf_hsdraft.cli.hub import enter_benchmarks
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.protocol import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
+from hf_hsdraft.methods.pictures.bench_pictures import draw_bench
 from hf_hsdraft.methods.round_profile import PARTS, PYTHON, TARGET, TIMED, profile
 from hf_hsdraft.runtime.misreading import Divergence, first_divergence
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt

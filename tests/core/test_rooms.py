@@ -31,7 +31,7 @@ FLOORS = (
     "cli",
     "methods",  # beside the core: nothing imports them
 )
-SHARED = {"published", "estimate", "distillation", "language_model"}  # folders that other methods may import
+SHARED = {"published", "estimate", "distillation", "language_model", "pictures"}  # folders that methods may import
 TRAINING = ("", "data", "families", "loss", "evaluate", "loop")  # folders, by the same order
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent == PACKAGE)
 
@@ -151,8 +151,8 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 1854, "engine": 2171, "runtime": 3652, "verify": 615, "generate": 565, "training": 5879, "bench": 1445,
-    "cli": 2102, "drafters": 5245, "serve": 1941, "hub": 1636,
+    "core": 1854, "engine": 2171, "runtime": 3652, "verify": 615, "generate": 565, "training": 5659, "bench": 1327,
+    "cli": 2104, "drafters": 5245, "serve": 1941, "hub": 1636,
 }  # fmt: skip
 
 
@@ -166,8 +166,8 @@ def test_the_core_stays_small() -> None:
     """What is neither a method, nor the server and its devices, nor vLLM's plugin."""
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
-    assert len(files) <= 183
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 33_191
+    assert len(files) <= 181
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 32_855
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:

@@ -188,7 +188,7 @@ def draw_quality(quality: Quality, path: Path) -> Path:
     tau replaces the speed where the machine was not quiet. Rings mark published settings. The points of a line are in
     the order of the threshold, shown beside them where there are several.
     """
-    from ...training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
+    from ..pictures.training_pictures import COLOURS, GREY, new_figure, save_figure, style
 
     lines: dict[str, list[Rule]] = {}
     for rule in sorted(quality.rules.values(), key=lambda rule: rule.value):

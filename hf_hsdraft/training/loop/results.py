@@ -15,13 +15,13 @@ from transformers import __version__ as transformers_version
 
 from ..._version import __version__
 from ...core.checks import public_name
+from ...core.methods import load, offered
 from ...core.progress import Reporter
 from ...drafters.base.auto_drafter import AutoDrafter
 from ...hub.drafter_files import DOCUMENTS, FIGURES, RECIPE, read_json
 from ...hub.model_card import read_recipe, write_card
 from ...hub.publication import push
 from ..data.plan import TrainingPlan
-from ..evaluate.pictures import draw_pictures
 from ..families.family import TrainableFamily
 from ..files import write_json
 from ..loss.objectives import OBJECTIVES
@@ -69,6 +69,12 @@ def save(
         recipe |= {"adapter_name": plan.adapter_name} if out != Path(plan.out) else {}
     write_json(out / RECIPE, recipe)
     write_card(out, Path(plan.out).resolve().name)
+
+
+def draw_pictures(*given: Any) -> None:
+    """As in `methods/pictures/training_pictures.py`, where that is here."""
+    if "training" in offered("drawing"):
+        load("drawing", "training").draw_pictures(*given)
 
 
 class RenewedPictures(TrainerCallback):

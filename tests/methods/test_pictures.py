@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from hf_hsdraft.training.evaluate import pictures
-from hf_hsdraft.training.evaluate.pictures import draw_pictures
+from hf_hsdraft.methods.pictures import training_pictures as pictures
+from hf_hsdraft.methods.pictures.training_pictures import draw_pictures
 from hf_hsdraft.training.loop.results import RenewedPictures
 
 HISTORY = [

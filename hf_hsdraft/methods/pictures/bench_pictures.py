@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..training.evaluate.pictures import COLOURS, GREY, bars, new_figure, save_figure, style
-from .report import ROUND_PARTS, BenchResult, summarise
-from .run import BATCH, CONTEXT, NEW, SweepPoint
+from ...bench.report import ROUND_PARTS, BenchResult, summarise
+from ...bench.run import BATCH, CONTEXT, NEW, SweepPoint
+from .training_pictures import COLOURS, GREY, bars, new_figure, save_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

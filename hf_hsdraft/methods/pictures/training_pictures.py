@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.progress import Stage
 from ...hub.model_card import circumstances
-from ..files import write_complete
+from ...training.files import write_complete
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""Pictures of training runs and measurements, by matplotlib."""
