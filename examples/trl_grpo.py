@@ -37,9 +37,9 @@ from trl import GRPOConfig, GRPOTrainer
 from hf_hsdraft import HSDrafter, attach
 from hf_hsdraft.methods.co_training.co_training import CoTraining
 from hf_hsdraft.methods.co_training.drafting_log import log_drafting
+from hf_hsdraft.methods.pictures.training_pictures import COLOURS, new_figure, save_figure, style
 from hf_hsdraft.runtime.target_loading import load_target
 from hf_hsdraft.training.data.conversations import read_prompts
-from hf_hsdraft.methods.pictures.training_pictures import COLOURS, new_figure, save_figure, style
 
 PROMPTS = [
     "Why do cats sleep so much?",
