@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from ..core.checks import printable
 from ..drafters.base.registry import FAMILIES, load_families, recognise
 from ..drafters.base.saved_drafter import stored_options
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..hub.checkpoint import Checkpoint, cached_models, target_of
+from ..hub.checkpoint import Checkpoint, cached_models, reader, target_of
 from ..hub.drafter_files import (
     CONFIG,
     DESCRIBED,
@@ -61,15 +60,16 @@ def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
     for model in cached_models(cache_dir):
         checkpoint, config = model.checkpoint, model.checkpoint.config
         is_ours = str(config.get("model_type")) in FAMILIES
-        form = "" if is_ours else _format_in(checkpoint)
-        if not is_ours and not form:
+        form = None if is_ours else _format_in(checkpoint)
+        if not is_ours and form is None:
             continue
+        named = target_of(config)[0] if form else config.get("target_name")
         yield CachedDrafter(
             name=checkpoint.name,
             commit=model.commit,
             refs=model.refs,
-            target=printable((config.get("target_name") if is_ours else target_of(config)[0]) or ""),
-            format=form or str(_whole(config.get("format_version", 1))),
+            target=printable(named or ""),
+            format=form.name if form else str(_whole(config.get("format_version", 1))),
             bytes=_bytes(checkpoint),
             problem=_problem(config),
         )
@@ -92,7 +92,8 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
         folder = find_folder(name, DESCRIBED, **hub)
         family = str(read_json(folder / CONFIG).get("model_type")) if (folder / CONFIG).is_file() else ""
         if family and family not in FAMILIES:
-            return _of_format(Checkpoint.open(name, **hub))
+            checkpoint = reader().open(name, **hub)
+            return recognise(checkpoint).section(checkpoint)
         check_is_drafter(folder, family or HSDraftConfig.model_type)
         if with_weights and family == HSDraftConfig.model_type:
             folder = fetch(name, family, **hub)
@@ -151,22 +152,6 @@ def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    form = recognise(checkpoint)
-    parameters, told = sum(math.prod(shape) for shape in checkpoint.shapes.values()), dict(form.describe(checkpoint))
-    quantised = f", quantised: {checkpoint.quantisation}" if checkpoint.quantisation else ""
-    return {
-        "drafter": {
-            "name": checkpoint.name,
-            "family": form.name if form.drafter is None else form.drafter.__name__,
-            "format": form.name,
-            "weights": f"{parameters / 1e6:.1f}M numbers, {checkpoint.bytes / 1e6:.1f} MB{quantised}",
-            "drafts here": "no" if "cannot be loaded" in told else "yes",
-            **told,
-        }
-    }
-
-
 def _briefly(name: str, family: str, folder: Path) -> dict[str, dict[str, str]]:
     options, drafter, document = stored_options(folder / OPTIONS), FAMILIES[family].drafter, read_json(folder / CONFIG)
     shown = {field: document[field] for field in getattr(drafter, "shown_fields", ()) if field in document}
@@ -191,13 +176,13 @@ def _weights(folder: Path, config: HSDraftConfig, check: bool) -> str:
     return text
 
 
-def _format_in(checkpoint: Checkpoint) -> str:
-    """Returns the name of another project's format; empty if a checkpoint has no known one."""
+def _format_in(checkpoint: Checkpoint) -> Any:
+    """Returns another project's format; None if a checkpoint has no known one."""
     try:
         form = recognise(checkpoint)
     except (OSError, ValueError):
-        return ""
-    return form.name if form.listed(checkpoint) else ""
+        return None
+    return form if form.listed(checkpoint) else None
 
 
 def _problem(config: Mapping[str, Any]) -> str:

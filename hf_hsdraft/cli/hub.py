@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..core.methods import load
+from ..core.methods import load, offered
 from . import _shared as shared
 from ._shared import check_empty, check_fit, console, in_bytes, loaded_target, option, say
 
@@ -206,11 +206,9 @@ def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) 
         commands = {entry["settings"]["command"] for entry in entered}
         entered = [each for each in before["benchmarks"] if each["settings"]["command"] not in commands] + entered
     write_json(folder / FIGURES, {**({} if training is None else {"training": training}), "benchmarks": entered})
-    if (
+    (folder / "speed_up.png").unlink(missing_ok=True)  # drawn from other figures
+    if offered("drawing"):
         load("drawing", "training").draw_speed_up([each for each in entered if not is_chain(each["ours"][0])], folder)
-        is None
-    ):
-        (folder / "speed_up.png").unlink(missing_ok=True)  # drawn from other figures
     return entered
 
 

@@ -21,25 +21,16 @@ from ..core.refusals import DraftingRefused
 from ..core.tensors import on_device
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, weights_of
-from ..drafters.base.registry import (
-    IN_TURN,
-    TREES,
-    Fit,
-    Format,
-    TargetInfo,
-    fields_told,
-    fit_of,
-    misfit,
-    register_format,
-)
+from ..drafters.base.registry import TREES, Fit, TargetInfo, fit_of, misfit
 from ..drafters.base.target_weights import borrow
 from ..drafters.base.tree_session import TreeSession
-from ..hub.checkpoint import Checkpoint
 from ..runtime.target_limits import decoder_layers, text_config
 from ..runtime.tree_reading import AttentionKind, as_attention_takes_it, tree_mask
 from .estimate.reads import Read
 from .language_model.lm_drafter import ModelDrafter
 from .language_model.lm_files import read_config
+from .published.checkpoint import AnyCheckpoint
+from .published.formats import IN_TURN, Format, fields_told, register_format
 from .published.levels import LevelExpansion
 from .published.target_sizes import TargetSizes
 
@@ -81,12 +72,12 @@ class Gemma4AssistantDrafter(ModelDrafter):
         text_config(model)._attn_implementation = "sdpa"  # takes any mask
 
     @classmethod
-    def why_not(cls, checkpoint: Checkpoint) -> str:
+    def why_not(cls, checkpoint: AnyCheckpoint) -> str:
         is_one = checkpoint.config.get("model_type") in _TYPES and "pre_projection.weight" in checkpoint.shapes
         return "" if is_one else "no assistant of Gemma 4"
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Gemma4AssistantDrafter:
+    def of_checkpoint(cls, checkpoint: AnyCheckpoint, **kwargs: Any) -> Gemma4AssistantDrafter:
         """As `ModelDrafter.of_checkpoint`; raises a ValueError if clusters do not divide the vocabulary."""
         drafter: Any = super().of_checkpoint(checkpoint, **kwargs)
         ordered = drafter.model.masked_embedding
@@ -232,14 +223,14 @@ class AssistantSession(TreeSession):
         return LevelExpansion(levels, depth, options.temperature, self.race(rows, depth))
 
 
-def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
+def _fit(checkpoint: AnyCheckpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
     own = read_config(checkpoint.folder)
     if why_not_shared(own.get_text_config(), target.config.get_text_config(decoder=True)):
         return None
     return fit_of(_sizes(own), target, named)
 
 
-def _describe(checkpoint: Checkpoint) -> dict[str, str]:
+def _describe(checkpoint: AnyCheckpoint) -> dict[str, str]:
     reads = "the target's last hidden state, and the keys and values of its last layers"
     return {
         "drafts": f"{TREES}, {IN_TURN}",

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter, attach
 from hf_hsdraft.cli._describe import cached_drafters
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.drafters.base.registry import formats
-from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.methods.published.checkpoint import AnyCheckpoint
+from hf_hsdraft.methods.published.formats import formats
 
 COMMANDED = ("block", "eagle", "language model", "cacheback")
 commanded = pytest.mark.parametrize("kind", COMMANDED)
@@ -61,7 +61,7 @@ def test_info_says_what_a_drafter_of_any_format_is(folders, target, tmp_path):
     }.items():
         said = run("info", folders[kind])
         assert f"format: {told[0]}" in said and all(part in said for part in told), kind
-        checkpoint = Checkpoint.open(folders[kind])
+        checkpoint = AnyCheckpoint.open(folders[kind])
         form = next(form for form in formats() if form.matches(checkpoint))
         assert all(text.isprintable() for each in form.describe(checkpoint).items() for text in each)
     said = run("info", folders["cacheback"])

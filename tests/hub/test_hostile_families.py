@@ -17,8 +17,8 @@ from oracles.assistant_parity import CASES, loaded, made
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter
 from hf_hsdraft.drafters.base import auto_drafter
 from hf_hsdraft.drafters.base.registry import TargetInfo
-from hf_hsdraft.hub.checkpoint import Checkpoint
 from hf_hsdraft.hub.drafter_files import read_json
+from hf_hsdraft.methods.published.checkpoint import AnyCheckpoint
 
 FAMILIES = {
     "hidden states": make_drafter,
@@ -83,7 +83,7 @@ def test_any_changed_configuration_loads_or_is_refused_at_once(saved):
             told = _told(lambda: AutoDrafter.from_pretrained(saved))
             assert told.isprintable() and len(told) < 4000, told
             assert time.monotonic() - began < SECONDS, (told, changed)
-            checkpoint = Checkpoint("user/mutated", saved, _config(path))
+            checkpoint = AnyCheckpoint("user/mutated", saved, _config(path))
             list(auto_drafter._fitting(checkpoint, target, ""))  # survives it
             assert time.monotonic() - began < 2 * SECONDS, (told, changed)
     finally:
@@ -133,7 +133,7 @@ def test_language_models_are_bounded_before_they_are_built(tmp_path, monkeypatch
     assert time.monotonic() - began < SECONDS
     warned = []
     monkeypatch.setattr(auto_drafter.logger, "warning", warned.append)
-    assert not list(auto_drafter._fitting(Checkpoint("user/lm", tmp_path, _config(path)), _big_target(), ""))
+    assert not list(auto_drafter._fitting(AnyCheckpoint("user/lm", tmp_path, _config(path)), _big_target(), ""))
     assert all("user/lm" in line and line.isprintable() for line in warned) and len(warned) <= 1
 
 

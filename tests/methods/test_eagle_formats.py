@@ -34,10 +34,11 @@ from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo, recognise
-from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo
 from hf_hsdraft.methods.eagle import drafter as session
+from hf_hsdraft.methods.published.checkpoint import AnyCheckpoint
 from hf_hsdraft.methods.published.decoder_layer import rotary_of
+from hf_hsdraft.methods.published.formats import recognise
 
 pytest.importorskip("speculators")
 
@@ -153,7 +154,7 @@ def test_wrong_tensors_are_told_before_any_is_read(files, monkeypatch, change_of
     change_of(state)
     save_file(state, files / "model.safetensors", metadata={"format": "pt"})
     if "d2t" not in message or "missing" in message:  # else the values of the map are wrong
-        monkeypatch.setattr(Checkpoint, "tensors", None)
+        monkeypatch.setattr(AnyCheckpoint, "tensors", None)
     monkeypatch.setattr(torch.nn.Module, "load_state_dict", None)
     with pytest.raises(ValueError, match=message):
         AutoDrafter.from_pretrained(files)
@@ -289,7 +290,7 @@ def test_info_tells_older_drafters(tmp_path):
     [case] = [case for case in CASES if case.name == "HASS"]
     case.make(eagle_target()).save(tmp_path)
     assert "EAGLE-1" in describe(str(tmp_path))["drafter"]["reads"]
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = AnyCheckpoint.open(tmp_path)
     form = recognise(checkpoint)
     assert form.name == "EAGLE-1, EAGLE-2, HASS, FR-Spec"
     fit = form.fit(checkpoint, TargetInfo.of_model(eagle_target()), ())

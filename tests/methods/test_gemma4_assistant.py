@@ -19,9 +19,10 @@ from hf_hsdraft.core.cache_name import CACHE, returned_cache
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Call
-from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo, recognise
-from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo
 from hf_hsdraft.methods.gemma4_assistant import Gemma4AssistantDrafter
+from hf_hsdraft.methods.published.checkpoint import AnyCheckpoint
+from hf_hsdraft.methods.published.formats import recognise
 
 WIDE = {"tree_size": 60, "beam_width": 40}  # so much of the vocabulary that random drafts are often right
 plain_case, sliding_case = CASES[:2]
@@ -96,7 +97,7 @@ def test_a_chat_goes_on_with_the_targets_cache():
 def test_files_are_recognised_found_and_saved(tmp_path):
     target, assistant = known(plain_case)
     assistant.save_pretrained(tmp_path)
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = AnyCheckpoint.open(tmp_path)
     form = recognise(checkpoint)
     assert form.name == "transformers (Gemma 4 assistant)"
     assert form.fit(checkpoint, TargetInfo.of_model(target), ()).evidence == Evidence.SIZES

@@ -21,7 +21,8 @@ from hf_hsdraft.drafters.base import auto_drafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.registry import TargetInfo
-from hf_hsdraft.hub.checkpoint import CachedModel, Checkpoint
+from hf_hsdraft.hub.checkpoint import CachedModel
+from hf_hsdraft.methods.published.checkpoint import AnyCheckpoint
 
 BY_NAME = {case.name: case for case in CASES}
 KINDS = (
@@ -157,7 +158,7 @@ def cached(tmp_path, monkeypatch):
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **change, "base_model_name_or_path": None}))
         (folder / "README.md").write_text("---\nbase_model: org/target\n---\n")
-        checkpoint = Checkpoint(f"user/{folder.name}", folder, json.loads(path.read_text()))
+        checkpoint = AnyCheckpoint(f"user/{folder.name}", folder, json.loads(path.read_text()))
         models.append(CachedModel("0", ("main",), checkpoint))
     monkeypatch.setattr(auto_drafter, "cached_models", lambda: models)
     monkeypatch.setattr(target, "name_or_path", "org/target")
@@ -165,7 +166,7 @@ def cached(tmp_path, monkeypatch):
 
 
 def test_find_says_how_a_file_drafts_and_why_another_does_not(cached, monkeypatch):
-    monkeypatch.setattr(Checkpoint, "tensors", None)  # no weights are read
+    monkeypatch.setattr(AnyCheckpoint, "tensors", None)  # no weights are read
     found, _ = auto_drafter.find(TargetInfo.of_model(cached, local_files_only=True), local_files_only=True)
     told = {each.name: each for each in found if each.name.startswith("user/")}
     assert (
@@ -180,7 +181,7 @@ def test_find_says_how_a_file_drafts_and_why_another_does_not(cached, monkeypatc
 @pytest.mark.parametrize("name", KINDS)
 def test_info_says_whether_and_how_it_drafts(name, tmp_path, monkeypatch):
     BY_NAME[name].make(_shared_target()).save(tmp_path)
-    monkeypatch.setattr(Checkpoint, "tensors", None)  # no weights are read
+    monkeypatch.setattr(AnyCheckpoint, "tensors", None)  # no weights are read
     told = describe(str(tmp_path))["drafter"]
     at_once = "all depths in one forward" if "Medusa" in name else "one depth after the other"
     assert told["drafts here"] == "yes" and told["drafts"] == f"trees or chains, {at_once}"

@@ -24,9 +24,10 @@ from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.auto_drafter import find
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Call
-from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo, recognise
-from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.drafters.base.registry import Evidence, TargetInfo
 from hf_hsdraft.methods.mtp.drafter import MtpDrafter
+from hf_hsdraft.methods.published.checkpoint import AnyCheckpoint
+from hf_hsdraft.methods.published.formats import recognise
 
 
 @pytest.mark.parametrize("case", mtp_parity.CASES, ids=lambda case: case.name)
@@ -88,7 +89,7 @@ def test_layers_alone_in_their_files_draft_as_those_in_the_targets(tmp_path):
     read = drafter.session(Call(target, 1, DraftOptions.of(drafter)))._layers.model.layers.state_dict()
     assert own.keys() == read.keys() and all(torch.equal(own[name], read[name]) for name in own)
     drafter.check(torch.compile(target))
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = AnyCheckpoint.open(folder)
     assert recognise(checkpoint).fit(checkpoint, TargetInfo.of_model(target), ()).evidence == Evidence.SIZES
     other = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
     with pytest.raises(DraftingRefused, match="these layers are of deepseek_v3, the target is llama: use layers or"):

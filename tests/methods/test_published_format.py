@@ -12,8 +12,8 @@ from family_helpers import make_eagle
 from safetensors.torch import save_file
 from session_helpers import padded
 
-from hf_hsdraft.hub.checkpoint import Checkpoint
 from hf_hsdraft.methods.eagle.formats import FORMATS
+from hf_hsdraft.methods.published.checkpoint import AnyCheckpoint
 from hf_hsdraft.methods.published.format_table import OURS, taps, told
 
 [EAGLE3] = [form for form in FORMATS if form.name == "EAGLE-3"]
@@ -43,11 +43,11 @@ def folder(tmp_path):
     return target, drafter, tmp_path
 
 
-def opened(folder, **fields) -> Checkpoint:
+def opened(folder, **fields) -> AnyCheckpoint:
     sizes = vars(folder[1].config.sizes)
     own = {name: sizes[name] for name in CONFIG.keys() & sizes.keys()}
     (folder[2] / "config.json").write_text(json.dumps({**CONFIG, **own, **fields}))
-    return Checkpoint.open(folder[2])
+    return AnyCheckpoint.open(folder[2])
 
 
 def test_a_table_reads_names_of_fields_and_tensors(folder):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.cli._describe import describe
-from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.methods.published.checkpoint import AnyCheckpoint
 
 
 def saved(folder, config, parts, pickled=False):
@@ -25,7 +25,7 @@ def saved(folder, config, parts, pickled=False):
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
         save_file(tensors, folder / "model.safetensors")
-    return Checkpoint.open(folder)
+    return AnyCheckpoint.open(folder)
 
 
 @pytest.mark.parametrize("name", CASES)

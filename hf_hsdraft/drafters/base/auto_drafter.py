@@ -23,10 +23,10 @@ from transformers.utils import logging
 from ...core.checks import printable
 from ...core.methods import Registry
 from ...cpu.gguf_blocks import file_of
-from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets, target_of
+from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets, reader, target_of
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, DamagedFile, find_folder, loading, read_json
 from ...runtime.target_loading import default_drafter
-from .registry import FAMILIES, TREES, Evidence, Fit, Format, TargetInfo, fit_of, load_families, recognise
+from .registry import FAMILIES, TREES, Evidence, Fit, TargetInfo, fit_of, load_families, recognise
 from .saved_drafter import WeightlessDrafter
 
 logger = logging.get_logger(__name__)
@@ -207,7 +207,7 @@ def _examined_on_hub(info: ModelInfo, target: TargetInfo) -> Iterator[Found]:
     """Examines a published drafter by its configuration and the headers of its weights."""
     says = f"its card names {'this target' if target.on_hub == target.name else target.on_hub} as base model"
     try:
-        checkpoint = Checkpoint.open(info.id)
+        checkpoint = reader().open(info.id)
         if not _is_of_family(checkpoint) and not checkpoint.is_described:
             if any(file.rfilename.endswith((".bin", ".pt")) for file in info.siblings or ()):
                 why = f"{says}; its format shows once its pickled weights are fetched"
@@ -261,7 +261,7 @@ class AutoDrafter:
             model_type = config.get("model_type")
             family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
             if family is None:
-                checkpoint = Checkpoint.open(name, subfolder, **hub)
+                checkpoint = reader().open(name, subfolder, **hub)
                 of_hub = {*HUB_ARGUMENTS, "subfolder"}
                 others = {argument: value for argument, value in kwargs.items() if argument not in of_hub}
                 return _format_of(checkpoint).load(checkpoint, **others)
@@ -310,7 +310,7 @@ class AutoDrafter:
         return ngrams, ngrams.made(model)
 
 
-def _format_of(checkpoint: Checkpoint) -> Format:
+def _format_of(checkpoint: Checkpoint) -> Any:
     try:
         return recognise(checkpoint)
     except ValueError as error:

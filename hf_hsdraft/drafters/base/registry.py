@@ -1,37 +1,26 @@
-"""Drafter families by the `model_type` of their config.json, and formats of drafters that other projects publish.
+"""Drafter families by the `model_type` of their config.json, and how well a drafter fits a target.
 
-Families register themselves and the formats that they load. `AutoDrafter` tries formats in ascending `rank`, so those
-with distinctive marks come before generic ones. Formats say how well a checkpoint fits a target, whose weights need not
-be there.
+Families register themselves. Formats of drafters that other projects publish are in `methods/published/formats.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
-from ...core.checks import are_ascending, few, misfit_of, printable, public_name
+from ...core.checks import are_ascending, misfit_of, printable, public_name
 from ...core.kept import kept_with
-from ...core.methods import Registry, offered
+from ...core.methods import Registry, load, offered
 from ...hub.checkpoint import Checkpoint, named_targets
 from ...hub.drafter_files import CARD
 from ...runtime.target_limits import decoder_layers, text_config
@@ -117,85 +106,18 @@ for _model_type in offered("AutoConfig"):
         AutoConfig.register(_model_type, _loaded_later(_model_type), exist_ok=True)
 
 
-# Fields on sizes and inputs of a drafter, in whichever table of config.json they are.
-_TOLD = (
-    "name_or_path", "model_type", "hidden_size", "target_hidden_size", "num_hidden_layers", "num_target_layers",
-    "vocab_size", "draft_vocab_size", "block_size", "markov_rank", "selector_rank", "mask_token_id",
-)  # fmt: skip
-_TOLD_ENDS = ("layer_ids", "algorithm")
-
-
-def fields_told(checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns the fields of a config.json that describe a drafter, as written there."""
-    found: dict[str, str] = {}
-
-    def look(table: Mapping[str, Any], place: str) -> None:
-        for name, value in table.items():
-            if isinstance(value, Mapping):
-                look(value, f"{place}{name}.")
-            elif value is not None and (name in _TOLD or name.endswith(_TOLD_ENDS)):
-                found[printable(place + name)] = printable(value)
-
-    look(checkpoint.config, "")
-    return found
-
-
 # How a family drafts, as `hsdraft find` and `info` say it: which drafts, and how they are made.
 TREES = "trees or chains"
-AT_ONCE, IN_TURN = "all depths in one forward", "one depth after the other"
 
 
-@dataclass(frozen=True)
-class Format:
-    """A drafter format."""
-
-    name: str  # shown in messages
-    rank: int  # order of matching
-    matches: Callable[[Checkpoint], bool]  # whether a checkpoint has this format, by its configuration and tensor names
-    load: Callable[..., Any]  # builds the drafter; takes the keyword arguments of `from_pretrained`
-    # Lines by title that `hsdraft info` shows, without loading weights: `drafts` is how, `cannot be loaded` why not
-    describe: Callable[[Checkpoint], Mapping[str, str]] = fields_told
-    drafter: Any = None  # class of the drafters; None if unknown before loading
-    # Quick check of a config.json before looking at the weights
-    possible: Callable[[Mapping[str, Any]], bool] = lambda config: True
-    # Whether `hsdraft hub list` shows a checkpoint of this format
-    listed: Callable[[Checkpoint], bool] = lambda checkpoint: True
-    loads: bool = True  # False if `load` only raises an explanation
-    # How well a checkpoint fits a target, as `fit_of`, without loading weights; takes the targets that the
-    # files beside it name too
-    fit: Callable[[Checkpoint, TargetInfo, Collection[str]], Fit | None] = lambda checkpoint, target, named: None
-
-
-_formats: Registry[Format] = Registry("format")
-
-
-def register_format(form: Format) -> None:
-    """Registers a format with `AutoDrafter`; replaces a format of the same name."""
-    _formats[form.name] = form
-
-
-def formats() -> list[Format]:
-    """Returns all formats in matching order, after loading the methods that define some."""
-    load_families()
-    return sorted(_formats.values(), key=lambda form: (form.rank, form.name))
-
-
-def recognise(checkpoint: Checkpoint) -> Format:
-    """Returns the format of a checkpoint; raises a ValueError that says what was found if none matches."""
-    config = checkpoint.config
-    candidates = [form for form in formats() if form.possible(config)]
-    for form in candidates:
-        if form.matches(checkpoint):
-            return form
-    marks = ("speculators_model_type", "architectures", "model_type")
-    seen = ", ".join(f"{name}={printable(config[name])}" for name in marks if config.get(name) is not None)
-    tensors = f"; tensors: {few(sorted(checkpoint.shapes), 8) or 'none'}" if candidates else ""
-    if candidates and (told := checkpoint.quantisation_unread):
-        tensors += f"; it is {told}"
-    known = ", ".join(form.name for form in formats() if form.loads)
+def recognise(checkpoint: Checkpoint) -> Any:
+    """Returns the `Format` of another project's files; raises a ValueError that says what was found if none matches."""
+    if "formats" in offered("reading"):
+        return load("reading", "formats").recognise(checkpoint)
+    found = printable(checkpoint.config.get("model_type"))
     raise ValueError(
-        f"{printable(checkpoint.name)} is no drafter of a known format ({seen or 'no field names one'}{tensors}): "
-        f"expected one of {known}. Convert it to one of these, or use another drafter"
+        f"{printable(checkpoint.name)} is no drafter of a known format (model_type={found}), as formats of other "
+        f"projects belong to hf_hsdraft/methods: expected one of {', '.join(FAMILIES)}"
     )
 
 
@@ -217,7 +139,7 @@ class Fit:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TargetInfo:
     """A target without its weights."""
 
@@ -267,12 +189,6 @@ class TargetInfo:
         except Exception:  # loaders of tokenizers raise errors of any type
             return None
 
-    @cached_property
-    def parameters(self) -> int | None:
-        """Number of parameters; None if transformers has no language model of this configuration."""
-        model = self.model if self.model is not None else empty_model(self.config)
-        return None if model is None else sum(parameter.numel() for parameter in model.parameters())
-
     def is_named(self, names: Collection[str]) -> bool:
         """Whether one of the names is this target's; that of a folder or file is compared with their last parts."""
         known = names if "/" in self.name else {name.rsplit("/", 1)[-1] for name in names}
@@ -286,15 +202,6 @@ def _bases(place: str) -> set[str]:
         found = try_to_load_from_cache(place, CARD)
         card = Path(found) if isinstance(found, str) else None
     return set() if card is None else named_targets(card.parent)
-
-
-def empty_model(config: Any) -> Any:
-    """Builds a language model, with or without images, on the meta device; None if transformers cannot."""
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        # Configurations of other models, of code elsewhere, or incomplete ones
-        with contextlib.suppress(Exception), torch.device("meta"):
-            return kind.from_config(config, trust_remote_code=False)
-    return None
 
 
 def misfit(config: Any, target: Any) -> str:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ...core.checks import FORMAT_VERSION, few, is_misspelt, nearest_option, printable
-from ...hub.checkpoint import Checkpoint
+from ...hub.checkpoint import reader
 from ...hub.drafter_files import (
     CONFIG,
     DOCUMENTS,
@@ -162,7 +162,7 @@ class SavedDrafter(Drafter):
     has_card = True  # whether a card is written, as a push checks and renews it
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
+    def of_checkpoint(cls, checkpoint: Any, **kwargs: Any) -> Any:
         """Loads a drafter of this family from its files; see `from_pretrained`."""
         raise NotImplementedError
 
@@ -174,7 +174,7 @@ class SavedDrafter(Drafter):
         """
         name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):
-            return cls.of_checkpoint(Checkpoint.open(name, subfolder, **hub), **kwargs)
+            return cls.of_checkpoint(reader().open(name, subfolder, **hub), **kwargs)
 
     def write(self, folder: Path, **kwargs: Any) -> None:
         """Writes configuration and weights, if any; `kwargs` as in `save_pretrained`."""
@@ -270,7 +270,7 @@ class WeightlessDrafter(SavedDrafter):
         raise NotImplementedError
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
+    def of_checkpoint(cls, checkpoint: Any, **kwargs: Any) -> Any:
         """As in `SavedDrafter`; dtype and device are ignored."""
         Placement.taken_from(kwargs)
         check_is_drafter(checkpoint.folder, cls.config_class.model_type)

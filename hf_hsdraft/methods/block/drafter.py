@@ -22,10 +22,11 @@ from ...core.tensors import RMSNorm
 from ...core.tuning import LIKELY_COLUMNS
 from ...drafters.base.protocol import Call, weights_of
 from ...drafters.base.target_weights import DrafterOutput, TargetWeights, borrow
-from ...hub.checkpoint import LOOSE_MASK, Checkpoint
+from ...hub.checkpoint import LOOSE_MASK
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
 from ..estimate.reads import Read
+from ..published.checkpoint import AnyCheckpoint
 from ..published.decoder_layer import Attend, AttendByLayer, DecoderLayer, Rope, rotary_of
 from ..published.network import PublishedNetwork, SpeculatorsFiles, refuse_unsaid, speculators_document
 from .configuration import BlockConfig
@@ -309,11 +310,11 @@ class BlockDrafter(PublishedNetwork):
         if self.config.own_head and not self.config.is_reduced and is_copy(self.lm_head, output_head):
             self.lm_head, self.config = None, replace(self.config, own_head=False)
 
-    def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
+    def not_among_weights(self, checkpoint: AnyCheckpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """See `PublishedNetwork`. Masks may have an embedding in a file beside the weights."""
         return {"mask_embedding": lambda _: self._mask_in(checkpoint)} if self.config.learned_mask else {}
 
-    def _mask_in(self, checkpoint: Checkpoint) -> torch.Tensor:
+    def _mask_in(self, checkpoint: AnyCheckpoint) -> torch.Tensor:
         (tensor, about), width = checkpoint.loose_tensor(LOOSE_MASK), self.config.sizes.hidden_size
         name, mask = printable(checkpoint.name), self.config.mask_token_id
         if tensor.numel() != width or not tensor.is_floating_point():

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ...core.checks import printable
-from ...hub.checkpoint import Checkpoint, speculators_type
+from ..published.checkpoint import AnyCheckpoint, speculators_type
 from ..published.format_table import FOREIGN, OURS, PublishedFormat, same, shown, speculators, taps, told
 from ..published.layer_tables import OF_GEMMA, gemma_sizes, rope
 from ..published.refusals import register_refusal
@@ -117,7 +117,7 @@ _OF_DEEPSPEC = {
 }
 
 
-def _is_dflash(checkpoint: Checkpoint, title: str) -> bool:
+def _is_dflash(checkpoint: AnyCheckpoint, title: str) -> bool:
     """Whether these are files of a member of `_HEADS_OF_DFLASH`; the last one takes all."""
     names, own = checkpoint.shapes, checkpoint.config.get(rows.OWN)
     if speculators_type(checkpoint) or not (own is not None or {"fc.weight", "hidden_norm.weight"} <= names.keys()):
@@ -132,7 +132,7 @@ def _is_dflash(checkpoint: Checkpoint, title: str) -> bool:
     return not title.startswith("SpecForge") or f"SpecForge {projector}".lower() == title.lower()
 
 
-def _is_deepspec(checkpoint: Checkpoint, gemma: bool = False) -> bool:
+def _is_deepspec(checkpoint: AnyCheckpoint, gemma: bool = False) -> bool:
     """Whether a checkpoint is DSpark in DeepSpec's format; SpecForge's has a dflash_config."""
     names = str(checkpoint.config.get("architectures"))
     others = speculators_type(checkpoint) or rows.OWN in checkpoint.config

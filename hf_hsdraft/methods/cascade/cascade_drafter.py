@@ -24,10 +24,10 @@ from ...drafters.base.protocol import Call, Drafter, Session
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import Placement, SavedDrafter, take_options
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, check_is_drafter, read_json
 from ...runtime.module_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
+from ..published.checkpoint import AnyCheckpoint
 from .cascade_session import CascadeSession, Step
 from .levels import LMReader, StateFeed, model_of
 from .supposing import supposes, supposing_session
@@ -79,7 +79,7 @@ class CascadeDrafter(nn.Module, SavedDrafter):
         self.generation_config = self.default_generation_config()
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CascadeDrafter:
+    def of_checkpoint(cls, checkpoint: AnyCheckpoint, **kwargs: Any) -> CascadeDrafter:
         """As in `SavedDrafter`; `dtype`, `device_map` and `attn_implementation` are for the levels."""
         folder, document = checkpoint.folder, checkpoint.config
         attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)

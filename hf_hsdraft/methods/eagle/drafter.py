@@ -27,9 +27,9 @@ from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
 from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import DrafterOutput, TargetWeights, borrow
 from ...drafters.base.tree_session import ParallelExpansion
-from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import text_config
 from ..estimate.reads import Read
+from ..published.checkpoint import AnyCheckpoint
 from ..published.context import RowContext, Slots
 from ..published.decoder_layer import AttendByLayer, rotary_of
 from ..published.levels import LevelExpansion
@@ -198,7 +198,7 @@ class EagleDrafter(PublishedNetwork):
             drafter.config = replace(drafter.config, draft_vocab_ids=tuple(drafter.draft_vocab_ids().tolist()))
         return drafter
 
-    def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
+    def not_among_weights(self, checkpoint: AnyCheckpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """See `PublishedNetwork`. The head may be the drafter's embedding, as SGLang reads files without a head."""
         ids, made = self.config.draft_vocab_ids, {}
         if self.config.is_reduced and ids is not None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ...core.checks import few
-from ...hub.checkpoint import Checkpoint, speculators_type
+from ..published.checkpoint import AnyCheckpoint, speculators_type
 from ..published.decoder_layer import LayerSizes
 from ..published.fields import Fields
 from ..published.format_table import (
@@ -146,11 +146,11 @@ def _mask(files: Files, each: Field[Any]) -> int | None:
     return found
 
 
-def is_eagle4(checkpoint: Checkpoint) -> bool:
+def is_eagle4(checkpoint: AnyCheckpoint) -> bool:
     return "Eagle4" in str(checkpoint.config.get("architectures"))
 
 
-def _why_refused(checkpoint: Checkpoint) -> str:
+def _why_refused(checkpoint: AnyCheckpoint) -> str:
     if is_eagle4(checkpoint):
         return "is an EAGLE-4 drafter, whose licence lets no other program read it: use another drafter for this target"
     kind, heads = speculators_type(checkpoint), of_target(checkpoint.shapes)
@@ -166,7 +166,7 @@ def _may_be_refused(config: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in config or {"hidden_size", "vocab_size"} <= config.keys()
 
 
-def _is_eagle3(checkpoint: Checkpoint) -> bool:
+def _is_eagle3(checkpoint: AnyCheckpoint) -> bool:
     """Whether the first layer reads a state and an embedding."""
     layer = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
     others = speculators_type(checkpoint) or is_eagle4(checkpoint)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...core.checks import demand, few, is_integer, printable
-from ...hub.checkpoint import Checkpoint, speculators_type
+from ..published.checkpoint import AnyCheckpoint, speculators_type
 from ..published.format_table import Files, PublishedFormat, speculators, told
 from ..published.layer_tables import sizes
 from ..published.network import TOKEN_MAP
@@ -25,7 +25,7 @@ from .formats import COMMON, EXPECTED, IGNORED, TYPES, is_eagle4, layers, of_tar
 _LISTS, _USUAL_LIST = "freq_*.pt", 32768
 
 
-def _is_eagle1(checkpoint: Checkpoint, nested: bool) -> bool:
+def _is_eagle1(checkpoint: AnyCheckpoint, nested: bool) -> bool:
     """Whether `fc` takes an embedding and a state of the same width, and no layer does."""
     names, config = checkpoint.shapes, checkpoint.config
     width = names.get("fc.weight", (0, 1))
@@ -120,7 +120,7 @@ OLDER_FORMATS = (
 _NORMS = ("enorm.weight", "hnorm.weight", "input_norm1.weight", "input_norm2.weight")
 
 
-def _why_other(checkpoint: Checkpoint) -> str:
+def _why_other(checkpoint: AnyCheckpoint) -> str:
     """Returns which other EAGLE-1 drafter this is: vLLM's `deepseek_eagle.py`, `minicpm_eagle.py`."""
     names = checkpoint.shapes
     width, norms = names.get("fc.weight", (0, 1)), [name for name in _NORMS if name in names]

@@ -25,9 +25,9 @@ from ...drafters.base.plain_config import described
 from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
 from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import TargetWeights, borrow
-from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import Shape
 from ..estimate.reads import Read
+from ..published.checkpoint import AnyCheckpoint
 from ..published.context import ParallelContextSession, Slots
 from ..published.levels import LevelExpansion
 from ..published.network import TOKEN_MAP, PublishedNetwork, SpeculatorsFiles, offsets_listed
@@ -203,7 +203,7 @@ class MedusaDrafter(HeadsDrafter):
             logits = self.lm_heads[0 if self.config.one_head else level - 1](states)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
-    def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
+    def not_among_weights(self, checkpoint: AnyCheckpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """See `PublishedNetwork`. vLLM's files name the drafted tokens themselves."""
         is_reduced, size = self.config.is_reduced, self.config.vocab_size or 0
         return {"d2t": lambda _: offsets_listed(checkpoint, size)} if is_reduced else {}

@@ -18,13 +18,13 @@ from ...core.tensors import device_of, on_device
 from ...drafters.base.draft_options import DraftOptions, default_options, option_names
 from ...drafters.base.plain_config import AnyTarget
 from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
-from ...drafters.base.registry import Format, register_format
 from ...drafters.base.saved_drafter import SavedDrafter, refuse_unknown, take_options, write_options
 from ...drafters.base.tree_session import CacheMemory, ParallelExpansion, TreeSession
-from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.tree_reading import AttentionKind
 from ..estimate.reads import Read
+from ..published.checkpoint import AnyCheckpoint
+from ..published.formats import Format, register_format
 from ..published.levels import LevelExpansion
 from .lm_files import (
     DRAFTING_OPTIONS,
@@ -229,13 +229,13 @@ class ModelDrafter(nn.Module, SavedDrafter):
         self.generation_config = self.default_generation_config()
 
     @classmethod
-    def why_not(cls, checkpoint: Checkpoint) -> str:
+    def why_not(cls, checkpoint: AnyCheckpoint) -> str:
         """Returns what a checkpoint is not; "" if it is such a drafter."""
         reason = why_no_causal_lm(checkpoint)
         return f"no causal language model: {reason}" if reason else ""
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
+    def of_checkpoint(cls, checkpoint: AnyCheckpoint, **kwargs: Any) -> Any:
         """As in `SavedDrafter`; takes arguments of `AutoModelForCausalLM.from_pretrained` too."""
         if reason := cls.why_not(checkpoint):
             raise ValueError(f"{printable(checkpoint.name)} holds {reason}")

@@ -18,11 +18,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import is_optimum_available
 
 from ...core.checks import demand, few, is_integer, printable, short
-from ...drafters.base.registry import AT_ONCE, IN_TURN, TREES, Evidence, Fit, TargetInfo
+from ...drafters.base.registry import TREES, Evidence, Fit, TargetInfo
 from ...drafters.base.saved_drafter import stored_options
-from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, DamagedFile, read_json
 from ...runtime.target_loading import marks_of_drafter
+from ..published.checkpoint import AnyCheckpoint
+from ..published.formats import AT_ONCE, IN_TURN, size_of
 from .lm_texts import what_differs
 
 # Numbers of parts, which transformers makes or lists each; the largest models have some hundreds.
@@ -128,7 +129,7 @@ _TENSORS_OF_DRAFTERS = (
 )  # fmt: skip
 
 
-def why_no_causal_lm(checkpoint: Checkpoint) -> str:
+def why_no_causal_lm(checkpoint: AnyCheckpoint) -> str:
     """Returns why a checkpoint is not a causal language model; "" if it is."""
     reason = why_not_by_config(checkpoint.config)
     if reason:
@@ -150,7 +151,7 @@ def _told_marks(marks: Sequence[str]) -> str:
     return f"it has {few(marks)}, as drafters have that read a target's hidden states" if marks else ""
 
 
-def describe(checkpoint: Checkpoint) -> dict[str, str]:
+def describe(checkpoint: AnyCheckpoint) -> dict[str, str]:
     """Returns what is known of a language model as a drafter."""
     config = checkpoint.config
     options = stored_options(checkpoint.also(DRAFTING_OPTIONS) / DRAFTING_OPTIONS)
@@ -167,7 +168,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
     return told | {printable(name): printable(value) for name, value in options.items() if value is not None}
 
 
-def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
+def empty_model(checkpoint: AnyCheckpoint, **kwargs: Any) -> Any:
     """Builds a checkpoint's model on the meta device, and compares the files' tensors with it.
 
     `kwargs` are those of `AutoModelForCausalLM.from_pretrained`. Raises a ValueError if they ask for code of the
@@ -198,7 +199,7 @@ def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     return model
 
 
-def load_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
+def load_model(checkpoint: AnyCheckpoint, **kwargs: Any) -> Any:
     """Loads a model, without its code; as `empty_model`. Raises a ValueError for missing or unknown weights."""
     for name in ("trust_remote_code", "ignore_mismatched_sizes"):
         kwargs.pop(name, None)
@@ -211,14 +212,14 @@ def load_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     return model.eval()
 
 
-def _mismatch(checkpoint: Checkpoint, model: Any, told: str) -> ValueError:
+def _mismatch(checkpoint: AnyCheckpoint, model: Any, told: str) -> ValueError:
     return ValueError(
         f"the weights of {printable(checkpoint.name)} do not match its config.json ({told}): expected all weights of a "
         f"{type(model).__name__} and no others"
     )
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
+def load_tokenizer(checkpoint: AnyCheckpoint) -> Any:
     """Loads a checkpoint's tokenizer; None if it has none."""
     folder = checkpoint.also(*_OF_TOKENIZERS)
     if not any((folder / name).is_file() for name in _TOKENIZERS):
@@ -226,20 +227,20 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
+def fit(checkpoint: AnyCheckpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
     """Returns how well a language model fits as a drafter: it is smaller than the target and has its tokenizer."""
     own = read_config(checkpoint.folder)
     sizes = [config.get_text_config(decoder=True).vocab_size for config in (own, target.config)]
-    if abs(sizes[0] - sizes[1]) > _MOST_PADDING or target.tokenizer is None or target.parameters is None:
+    if abs(sizes[0] - sizes[1]) > _MOST_PADDING or target.tokenizer is None or (whole := size_of(target)) is None:
         return None
     with few_modules():
-        small = TargetInfo(own).parameters
-    if small is None or small > _MOST_SHARE * target.parameters:
+        small = size_of(TargetInfo(own))
+    if small is None or small > _MOST_SHARE * whole:
         return None
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or what_differs(tokenizer, target.tokenizer):
         return None
-    told = f"a language model of the same tokenizer with {small / target.parameters:.0%} of the target's parameters"
+    told = f"a language model of the same tokenizer with {small / whole:.0%} of the target's parameters"
     if (checkpoint.also(DRAFTING_OPTIONS) / DRAFTING_OPTIONS).is_file() and target.is_named(named):
         return Fit(Evidence.NAMED, f"made for this target: {told}")
     return Fit(Evidence.SMALLER, told)

@@ -20,25 +20,17 @@ from ...core.checks import is_integer, printable
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.protocol import Call, Drafter
-from ...drafters.base.registry import (
-    IN_TURN,
-    TREES,
-    Fit,
-    Format,
-    TargetInfo,
-    fields_told,
-    fit_of,
-    misfit,
-    register_format,
-)
+from ...drafters.base.registry import TREES, Fit, TargetInfo, fit_of, misfit
 from ...drafters.base.saved_drafter import Placement, take_options
-from ...hub.checkpoint import Checkpoint, speculators_type, target_of
+from ...hub.checkpoint import target_of
 from ...hub.drafter_files import CONFIG, DamagedFile
 from ...runtime.target_limits import text_config
 from ...runtime.target_parts import decoding_model
 from ..estimate.reads import Read
+from ..published.checkpoint import AnyCheckpoint, speculators_type
 from ..published.fields import Fields
 from ..published.format_table import check_proposals
+from ..published.formats import IN_TURN, Format, fields_told, register_format
 from ..published.nodes import LevelSession
 from ..published.readings import kept, match_told, settled_by, told
 from ..published.refusals import with_fields
@@ -51,13 +43,13 @@ _MARK_OF_SPECULATORS = "mtp_layers.0.input_proj.weight"
 _LAYERS = "transformer_layer_config"
 
 
-def _of_target(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _of_target(checkpoint: AnyCheckpoint) -> Mapping[str, Any]:
     """The fields of config.json that are the target's."""
     table = checkpoint.config.get(_LAYERS) if speculators_type(checkpoint) else checkpoint.config
     return table if isinstance(table, Mapping) else {}
 
 
-def _read(checkpoint: Checkpoint) -> MtpConfig:
+def _read(checkpoint: AnyCheckpoint) -> MtpConfig:
     """What config.json tells of the target; raises a DamagedFile if its sizes are missing."""
     of_speculators, table = bool(speculators_type(checkpoint)), _of_target(checkpoint)
     vocab_size, hidden_size = (table.get(name) for name in ("vocab_size", "hidden_size"))
@@ -89,14 +81,14 @@ class NextnDrafter(Drafter):
     num_draft_steps = LEAST_STEPS
     unsaved = "its layers are read from the files that it was loaded from; copy these"
 
-    def __init__(self, checkpoint: Checkpoint, config: MtpConfig | None = None, kind: Kind | None = None) -> None:
+    def __init__(self, checkpoint: AnyCheckpoint, config: MtpConfig | None = None, kind: Kind | None = None) -> None:
         self._checkpoint, self._kind, self.config = checkpoint, kind, config or _read(checkpoint)
         self.name_or_path = checkpoint.name
         self.generation_config = self.default_generation_config()
         self._drafters: weakref.WeakKeyDictionary[Any, MtpDrafter] = weakref.WeakKeyDictionary()
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, kind: Kind | None = None, **kwargs: Any) -> NextnDrafter:
+    def of_checkpoint(cls, checkpoint: AnyCheckpoint, kind: Kind | None = None, **kwargs: Any) -> NextnDrafter:
         """Loads a drafter, as `AutoDrafter.from_pretrained`. Weights have the dtype and device of the target."""
         Placement.taken_from(kwargs)
         config = _read(checkpoint)
@@ -153,12 +145,12 @@ class NextnDrafter(Drafter):
         return self._drafters[target]
 
 
-def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
+def _fit(checkpoint: AnyCheckpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
     same = _of_target(checkpoint).get("model_type") == target.config.get_text_config().model_type
     return fit_of(_read(checkpoint), target, named) if same else None
 
 
-def _described(checkpoint: Checkpoint) -> dict[str, str]:
+def _described(checkpoint: AnyCheckpoint) -> dict[str, str]:
     try:
         config = _read(checkpoint)
     except ValueError as error:

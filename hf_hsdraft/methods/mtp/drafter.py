@@ -17,13 +17,14 @@ from ...drafters.base.auto_drafter import Found, register_finder
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.plain_config import described
 from ...drafters.base.protocol import Call, Drafter, weights_of
-from ...drafters.base.registry import IN_TURN, TREES, TargetInfo, empty_model
+from ...drafters.base.registry import TREES, TargetInfo
 from ...drafters.base.target_weights import TargetWeights
-from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import INDEX, read_json
 from ...runtime.target_limits import text_config
 from ...runtime.target_parts import before_norm, check_last_state, decoding_model
 from ..estimate.reads import Read
+from ..published.checkpoint import AnyCheckpoint
+from ..published.formats import IN_TURN, empty_model
 from ..published.nodes import LevelSession
 from ..published.readings import match_told, settle, settled_by
 from ..published.refusals import register_refusal, with_fields
@@ -213,7 +214,7 @@ def _can_be_read(target: TargetInfo, count: int, local_files_only: bool) -> bool
     try:
         with torch.device("meta"):
             MtpLayers(described_target(model, count).model())
-        checkpoint = Checkpoint.open(target.place, local_files_only=local_files_only)
+        checkpoint = AnyCheckpoint.open(target.place, local_files_only=local_files_only)
         names = renamed(_tensor_names(checkpoint), target.config)
         numbers = layer_numbers(names, target.config)
         return bool(numbers) and numbers == set(range(len(numbers)))
@@ -221,7 +222,7 @@ def _can_be_read(target: TargetInfo, count: int, local_files_only: bool) -> bool
         return False
 
 
-def _tensor_names(checkpoint: Checkpoint) -> Collection[str]:
+def _tensor_names(checkpoint: AnyCheckpoint) -> Collection[str]:
     if (checkpoint.folder / INDEX).is_file():
         files: dict[str, str] = read_json(checkpoint.folder / INDEX).get("weight_map", {})
         local = os.path.isdir(checkpoint.name)
@@ -229,7 +230,7 @@ def _tensor_names(checkpoint: Checkpoint) -> Collection[str]:
     return checkpoint.shapes if checkpoint.is_described else ()
 
 
-def _why_refused(checkpoint: Checkpoint) -> str:
+def _why_refused(checkpoint: AnyCheckpoint) -> str:
     """Why files are no drafter that hold a target together with its layers; empty for others."""
     if not any("mtp" in name or "eh_proj" in name for name in checkpoint.shapes):
         return ""

@@ -19,8 +19,8 @@ from transformers.utils import CONFIG_NAME, ContextManagers
 from ...core.checks import few, printable
 from ...core.forks import new_lock
 from ...core.refusals import DraftingRefused
-from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import read_json
+from ..published.checkpoint import AnyCheckpoint
 from .kinds import EMBEDDING, UNABLE, Kind, described_target, kind_of, layers_in, renamed
 from .layers import MtpLayers, last_place, tie
 
@@ -44,7 +44,7 @@ def layers_of(target: Any, **hub: Any) -> MtpLayers:
         return known[place]
 
 
-def layers_alone(target: Any, checkpoint: Checkpoint, kind: Kind | None = None) -> MtpLayers:
+def layers_alone(target: Any, checkpoint: AnyCheckpoint, kind: Kind | None = None) -> MtpLayers:
     """Returns layers for a target from a checkpoint that holds nothing else; raises as `layers_of`."""
     _check_kind(target)
     return _read_from(target, checkpoint.name, lambda: checkpoint, True, kind)
@@ -65,9 +65,9 @@ def _read(target: Any, hub: Mapping[str, Any]) -> MtpLayers:
             "load it with from_pretrained"
         )
 
-    def checkpoint() -> Checkpoint:
+    def checkpoint() -> AnyCheckpoint:
         folder = folder_of(target, hub)
-        return Checkpoint(place, folder, read_json(folder / CONFIG_NAME))
+        return AnyCheckpoint(place, folder, read_json(folder / CONFIG_NAME))
 
     layers = _read_from(target, place, checkpoint)
     layers.folder = folder_of(target, hub)
@@ -80,7 +80,11 @@ def _check_kind(target: Any) -> None:
 
 
 def _read_from(
-    target: Any, place: Any, checkpoint: Callable[[], Checkpoint], apart: bool = False, kind: Kind | None = None
+    target: Any,
+    place: Any,
+    checkpoint: Callable[[], AnyCheckpoint],
+    apart: bool = False,
+    kind: Kind | None = None,
 ) -> MtpLayers:
     """Reads the layers from a checkpoint; raises a DraftingRefused if that fails."""
     if any(weight.is_meta for weight in target.parameters()):
@@ -99,7 +103,7 @@ def _read_from(
     return layers
 
 
-def _from_files(target: Any, checkpoint: Checkpoint, apart: bool, kind: Kind) -> MtpLayers:
+def _from_files(target: Any, checkpoint: AnyCheckpoint, apart: bool, kind: Kind) -> MtpLayers:
     """Loads the layers from a checkpoint, dequantised; raises a ValueError if some tensors are missing."""
     names, place = renamed(checkpoint.shapes, target.config, apart, kind), last_place(target)
     first, dtype = target.config.get_text_config().num_hidden_layers, target.config.dtype

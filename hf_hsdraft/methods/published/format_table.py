@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from ...core.checks import are_ascending, demand, printable
-from ...drafters.base.registry import AT_ONCE, IN_TURN, TREES, Format, fields_told, fit_of, register_format
-from ...hub.checkpoint import Checkpoint, Shape, speculators_type, target_of
-from ...hub.drafter_files import CONFIG
+from ...drafters.base.registry import TREES, fit_of
+from ...hub.checkpoint import target_of
+from ...hub.drafter_files import CONFIG, Shape
+from .checkpoint import AnyCheckpoint, speculators_type
 from .fields import REQUIRED, Fields
+from .formats import AT_ONCE, IN_TURN, Format, fields_told, register_format
 from .layer_tables import sizes, with_defaults
 from .readings import kept
 from .refusals import with_fields
@@ -36,7 +38,7 @@ FOREIGN = json.loads((Path(__file__).parent / "foreign_fields.json").read_text(e
 class Files:
     """A checkpoint while it is read: tables of its config.json, shapes of its tensors, and arguments of the caller."""
 
-    def __init__(self, form: PublishedFormat, checkpoint: Checkpoint, given: Mapping[str, Any]) -> None:
+    def __init__(self, form: PublishedFormat, checkpoint: AnyCheckpoint, given: Mapping[str, Any]) -> None:
         self.form, self.checkpoint, self.given = form, checkpoint, given
         top = Fields(checkpoint.config, CONFIG)
         if speculators_type(checkpoint):
@@ -193,7 +195,7 @@ class PublishedFormat:
 
     name: str
     rank: int
-    matches: Callable[[Checkpoint], bool]
+    matches: Callable[[AnyCheckpoint], bool]
     drafter: Any
     rows: Mapping[str, Any]
     layers: str = ""
@@ -208,7 +210,7 @@ class PublishedFormat:
     given: Mapping[str, Any] = field(default_factory=dict)
     needed: Sequence[str] = ("hidden_size",)
 
-    def read(self, checkpoint: Checkpoint, **given: Any) -> Any:
+    def read(self, checkpoint: AnyCheckpoint, **given: Any) -> Any:
         """Reads a configuration; raises a ValueError for fields that are missing, invalid or unknown switches."""
         kind = self.drafter.config_class
         files, known = Files(self, checkpoint, given), {each.name: each for each in fields(kind)}
@@ -218,7 +220,9 @@ class PublishedFormat:
         files.finish()
         return kind(**found, **({"untold": tuple(untold)} if untold else {}))
 
-    def weights(self, checkpoint: Checkpoint, config: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def weights(
+        self, checkpoint: AnyCheckpoint, config: Any, state: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Returns the weights of a network from those in the files, by our names."""
         return state if self.converted is None else self.converted(Files(self, checkpoint, {}), config, state)
 
@@ -230,12 +234,12 @@ class PublishedFormat:
                 return next(there, ours) + name.removeprefix(ours)
         return name
 
-    def unread_shapes(self, checkpoint: Checkpoint) -> dict[str, Shape]:
+    def unread_shapes(self, checkpoint: AnyCheckpoint) -> dict[str, Shape]:
         """Returns the shapes of tensors that the files have and no drafter of the format uses."""
         patterns = [*FOREIGN["unread tensors"], *self.unread]
         return {name: shape for name, shape in checkpoint.shapes.items() if _is_among(name, patterns)}
 
-    def describe(self, checkpoint: Checkpoint) -> dict[str, str]:
+    def describe(self, checkpoint: AnyCheckpoint) -> dict[str, str]:
         """See `Format.describe`."""
         told = fields_told(checkpoint)
         try:

@@ -20,10 +20,10 @@ from ...drafters.base.draft_options import default_options
 from ...drafters.base.registry import misfit, recognise
 from ...drafters.base.saved_drafter import Placement, SavedDrafter, take_options
 from ...drafters.base.target_weights import TargetWeights, initialise
-from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import before_norm, check_last_state
+from .checkpoint import AnyCheckpoint
 from .decoder_layer import LayerSizes, rotary_of
 from .format_table import PublishedFormat
 from .readings import match_told, settle, settled_by, told
@@ -172,7 +172,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         self.generation_config = self.default_generation_config()
 
     @classmethod
-    def of_format(cls, form: PublishedFormat, checkpoint: Checkpoint, **kwargs: Any) -> Any:
+    def of_format(cls, form: PublishedFormat, checkpoint: AnyCheckpoint, **kwargs: Any) -> Any:
         """Loads a drafter, as `from_pretrained`: checks file headers before it reads weights, without a second copy."""
         placement = Placement.taken_from(kwargs)
         config = form.read(checkpoint, **{name: kwargs.pop(name) for name in form.given.keys() & kwargs.keys()})
@@ -192,7 +192,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         drafter.name_or_path, drafter.loaded_from = checkpoint.name, checkpoint.folder
         return placement.place(drafter)
 
-    def matched(self, form: PublishedFormat, checkpoint: Checkpoint) -> tuple[dict[str, str], Mapping[str, Any]]:
+    def matched(self, form: PublishedFormat, checkpoint: AnyCheckpoint) -> tuple[dict[str, str], Mapping[str, Any]]:
         """Returns our names of tensors by those in the files, and `not_among_weights`; a ValueError for others."""
         apart = self.not_among_weights(checkpoint)
         shapes = {name: tuple(each.shape) for name, each in self.state_dict().items() if name not in apart}
@@ -202,7 +202,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         checkpoint.check_shapes({theirs: shapes[name] for theirs, name in ours.items()}, unread)
         return ours, apart
 
-    def _check_head(self, missing: Collection[str], checkpoint: Checkpoint) -> None:
+    def _check_head(self, missing: Collection[str], checkpoint: AnyCheckpoint) -> None:
         drafted, size = self.config.draft_vocab_size, self.config.vocab_size
         if "lm_head.weight" in missing and drafted is not None and drafted != size:
             raise ValueError(
@@ -211,7 +211,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
                 f"download all of its weights, or set draft_vocab_size to {size:,} if it drafts with the target's rows"
             )
 
-    def not_among_weights(self, checkpoint: Checkpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
+    def not_among_weights(self, checkpoint: AnyCheckpoint) -> Mapping[str, Callable[[Mapping[str, Any]], torch.Tensor]]:
         """Returns what makes tensors that are not among the weights of the files; it takes those that are."""
         return {}
 
@@ -320,7 +320,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         raise NotImplementedError
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Any:
+    def of_checkpoint(cls, checkpoint: AnyCheckpoint, **kwargs: Any) -> Any:
         """Loads a drafter of this family in any format; checks it before allocating anything large."""
         form, name = recognise(checkpoint), printable(checkpoint.name)
         other = f"{name} is of the format {form.name}, not a {cls.__name__}: load it by AutoDrafter"
@@ -347,7 +347,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
             torch.save(tensor.detach().cpu(), folder / name)
 
 
-def drafted_ids(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
+def drafted_ids(checkpoint: AnyCheckpoint, vocab_size: int) -> torch.Tensor:
     """Returns `[V']`, int64, the token id of each row of the head: the row's number plus `d2t` `[V']`.
 
     `t2d` `[vocab_size]`, if there, marks the drafted tokens. Raises a ValueError if maps are not integers or contradict
@@ -371,7 +371,7 @@ def drafted_ids(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
     return ids
 
 
-def offsets_listed(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
+def offsets_listed(checkpoint: AnyCheckpoint, vocab_size: int) -> torch.Tensor:
     """Returns `d2t` `[V']` by the list `TOKEN_MAP`; raises a ValueError unless it has tokens, each once."""
     ids = dict(checkpoint.tensors((TOKEN_MAP,)))[TOKEN_MAP]
     valid = not ids.is_floating_point() and ids.dtype != torch.bool

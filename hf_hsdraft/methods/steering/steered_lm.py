@@ -26,9 +26,8 @@ from ...core.checks import Limit, is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Accepted, Call, weights_of
-from ...drafters.base.registry import Evidence, Fit, Format, TargetInfo, register_format
+from ...drafters.base.registry import Evidence, Fit, TargetInfo
 from ...drafters.base.travelling_config import default_tap_layers
-from ...hub.checkpoint import Checkpoint
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_runtime import TargetOutput
 from ...training.files import write_complete
@@ -37,6 +36,8 @@ from ..estimate.reads import Read
 from ..language_model.lm_drafter import CausalLMDrafter, CausalLMSession
 from ..language_model.lm_files import describe, fit, why_no_causal_lm, why_not_by_config
 from ..language_model.lm_texts import LMTexts, ability_of, shared_tokens
+from ..published.checkpoint import AnyCheckpoint
+from ..published.formats import Format, register_format
 
 STEERING = "steering.safetensors"  # beside the language model, as in index.json
 _SIZES = "sizes"  # name of the metadata of that file
@@ -233,7 +234,7 @@ class SteeredLMDrafter(CausalLMDrafter):
         return () if self.steering is None else self.steering.sizes.taps
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> SteeredLMDrafter:
+    def of_checkpoint(cls, checkpoint: AnyCheckpoint, **kwargs: Any) -> SteeredLMDrafter:
         steering = load_steering(checkpoint)
         drafter = super().of_checkpoint(checkpoint, **kwargs)
         assert isinstance(drafter, SteeredLMDrafter)
@@ -307,11 +308,11 @@ class SteeredLMSession(CausalLMSession):
             texts.known = self._known  # resumed texts hold the vectors of an earlier call
 
 
-def has_steering(checkpoint: Checkpoint) -> bool:
+def has_steering(checkpoint: AnyCheckpoint) -> bool:
     return (checkpoint.also(STEERING) / STEERING).is_file()
 
 
-def load_steering(checkpoint: Checkpoint) -> Steering:
+def load_steering(checkpoint: AnyCheckpoint) -> Steering:
     """Loads the steering beside a language model. Raises an OSError if there is none, a ValueError if it is damaged."""
     path = checkpoint.also(STEERING) / STEERING
     if not path.is_file():
@@ -327,7 +328,7 @@ def load_steering(checkpoint: Checkpoint) -> Steering:
     return steering.eval()
 
 
-def _fit(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
+def _fit(checkpoint: AnyCheckpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
     """A steering was trained for one target, so a target that is not named is another one."""
     found = fit(checkpoint, target, named)
     return found if found is not None and found.evidence == Evidence.NAMED else None

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn.functional import pad
 
 from ...core.checks import demand
-from ...hub.checkpoint import Checkpoint
 from ...training.families.trainable import TRAINABLE
 from ..distillation.branches import Branches
 from ..distillation.lm_training import LMFamily, TrainedLM
 from ..language_model.lm_drafter import CausalLMDrafter
+from ..published.checkpoint import AnyCheckpoint
 from .steered_lm import SteeredLMDrafter, Steering, SteeringSizes, has_steering
 
 
@@ -67,7 +67,7 @@ class SteeredLMFamily(LMFamily):
 
     def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> TrainedSteeredLM:
         """Returns the drafter to start from: a steered one, or a language model with a new steering."""
-        if has_steering(Checkpoint.open(name)):
+        if has_steering(AnyCheckpoint.open(name)):
             steered: Any = self.drafter.from_pretrained(name, dtype=torch.float32)
             return self._frozen(steered)
         plain = CausalLMDrafter.from_pretrained(name, dtype=torch.float32)
