@@ -18,7 +18,7 @@ from torch import nn
 from ..core.checks import demand
 from ..core.forks import new_lock
 from ..core.refusals import DraftingRefused
-from ..runtime.target_parts import shallow_copy, why_not_copied, with_modules
+from .published.target_copies import shallow_copy, why_not_copied, with_modules
 
 _Choice = tuple[tuple[str, ...], bool]  # active adapters of a layer, and whether it uses them
 

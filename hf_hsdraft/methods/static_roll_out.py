@@ -31,7 +31,6 @@ from ..drafters.hidden_state.network import HSDraftNetwork, WorkingWeights
 from ..drafters.hidden_state.quick_weights import QuickWeights
 from ..drafters.hidden_state.trunk import read, roll
 from ..gpu.fixed_shapes import compiled
-from ..verify.verdict import chosen_path
 
 # They hold a multiple of so many positions - by hand: few sizes to compile, masks in whole vectors.
 STATIC_POSITIONS = 256
@@ -324,6 +323,28 @@ def draft(
     limits = TreeLimits(tree_size, beam_width, 0.0, (num_draft_steps,))
     found, sizes = searched(expansion, root, parts.weights.vocab_ids, limits)
     return torch.cat([count.int(), emitted.int(), choices.int(), found.flatten()]), sizes
+
+
+def chosen_path(
+    choices: torch.Tensor, tokens: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`walk` of given choices, in tensors of fixed shapes: nothing is read back from the device.
+
+    Args:
+        choices, tokens, depths: `[N]`, int64, of the nodes, root first: the token that follows there, the node's own
+            token, and its distance from the root. Further columns of depth 0 that no node sees are padding.
+        ancestors: `[N, N]`, bool, True where the row's node may see the column's: its ancestors and itself.
+        columns: number of nodes to return, the root included.
+
+    Returns:
+        The root and the accepted nodes, `[columns]`, then the root again; and their number `[1]`, at most `columns`.
+    """
+    parents = ancestors & (depths[:, None] - 1 == depths)
+    chosen = (parents & (choices == tokens[:, None])).any(dim=1)
+    root = torch.arange(len(tokens), device=tokens.device) == 0
+    accepted = ~(ancestors & ~(chosen | root)).any(dim=1)
+    at = accepted & (torch.arange(columns, device=tokens.device)[:, None] == depths)  # one node of each depth at most
+    return at.int().argmax(dim=1), at.sum(dtype=torch.int64)[None]
 
 
 _lock = new_lock()

@@ -26,10 +26,10 @@ from ..drafters.base.saved_drafter import Placement, take_options
 from ..drafters.base.tree_session import ParallelExpansion, TreeSession
 from ..hub.drafter_files import OPTIONS, find_folder, loading, read_json, taken_for_hub
 from ..runtime.target_limits import text_config
-from ..runtime.target_parts import InPlaceOf, why_not_replaced, with_modules
 from ..runtime.tree_reading import node_inputs
 from .estimate.reads import Read
 from .published.fields import Fields
+from .published.target_copies import InPlaceOf, why_not_replaced, with_modules
 
 logger = logging.get_logger(__name__)
 

@@ -117,28 +117,6 @@ def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:
         node = following
 
 
-def chosen_path(
-    choices: torch.Tensor, tokens: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`walk`] of given choices, in tensors of fixed shapes: nothing is read back from the device.
-
-    Args:
-        choices, tokens, depths: `[N]`, int64, of the nodes, root first: the token that follows there, the node's own
-            token, and its distance from the root. Further columns of depth 0 that no node sees are padding.
-        ancestors: `[N, N]`, bool, True where the row's node may see the column's: its ancestors and itself.
-        columns: number of nodes to return, the root included.
-
-    Returns:
-        The root and the accepted nodes, `[columns]`, then the root again; and their number `[1]`, at most `columns`.
-    """
-    parents = ancestors & (depths[:, None] - 1 == depths)
-    chosen = (parents & (choices == tokens[:, None])).any(dim=1)
-    root = torch.arange(len(tokens), device=tokens.device) == 0
-    accepted = ~(ancestors & ~(chosen | root)).any(dim=1)
-    at = accepted & (torch.arange(columns, device=tokens.device)[:, None] == depths)  # one node of each depth at most
-    return at.int().argmax(dim=1), at.sum(dtype=torch.int64)[None]
-
-
 def draw_token(probabilities: torch.Tensor) -> int:
     """Draws a token from `[1, V]` or `[V]` with the device's generator, as plain decoding does."""
     return int(torch.multinomial(probabilities, num_samples=1))

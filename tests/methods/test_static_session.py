@@ -18,8 +18,8 @@ from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Verified
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
 from hf_hsdraft.methods.lossy.continuation import extended, likeliest_path
-from hf_hsdraft.methods.static_roll_out import StaticRollOut, StaticSession, keep_in_place
-from hf_hsdraft.verify.verdict import chosen_path, walk
+from hf_hsdraft.methods.static_roll_out import StaticRollOut, StaticSession, chosen_path, keep_in_place
+from hf_hsdraft.verify.verdict import walk
 
 STEPS, SIZE = 4, 24
 

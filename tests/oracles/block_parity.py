@@ -33,7 +33,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 
 from hf_hsdraft.core.cache_name import CACHE
-from hf_hsdraft.runtime.target_parts import before_norm
+from hf_hsdraft.methods.published.target_copies import before_norm
 from oracles.format_parity import (
     HIDDEN,
     NEW_TOKENS,

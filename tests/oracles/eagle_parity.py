@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_hsdraft.runtime.target_parts import before_norm
+from hf_hsdraft.methods.published.target_copies import before_norm
 from oracles import eagle_by_hand, eagle_gemma
 from oracles.eagle_by_hand import DRAFTED, LAYERS, OF_AUTHORS, TOKENS
 from oracles.format_parity import (

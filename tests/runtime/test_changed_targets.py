@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_hsdraft import CachebackDrafter, attach, harmless
 from hf_hsdraft.core.cache_name import given_cache
 from hf_hsdraft.core.stand_ins import standing_in
+from hf_hsdraft.methods.published.target_copies import shallow_copy, why_not_copied
 from hf_hsdraft.runtime import findings
 from hf_hsdraft.runtime.misreading import computing_dtype, measured_tolerance
 from hf_hsdraft.runtime.module_hooks import experience_of, fingerprint
-from hf_hsdraft.runtime.target_parts import shallow_copy, why_not_copied
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 

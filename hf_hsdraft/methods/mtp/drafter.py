@@ -21,13 +21,14 @@ from ...drafters.base.registry import TREES, TargetInfo
 from ...drafters.base.target_weights import TargetWeights
 from ...hub.drafter_files import INDEX, read_json
 from ...runtime.target_limits import text_config
-from ...runtime.target_parts import before_norm, check_last_state, decoding_model
+from ...runtime.target_parts import decoding_model
 from ..estimate.reads import Read
 from ..published.checkpoint import AnyCheckpoint
 from ..published.formats import IN_TURN, empty_model
 from ..published.nodes import LevelSession
 from ..published.readings import match_told, settle, settled_by
 from ..published.refusals import register_refusal, with_fields
+from ..published.target_copies import before_norm, check_last_state
 from ..published.target_sizes import FLAG, TargetSizes
 from .kinds import UNABLE, described_target, layers_in, renamed
 from .layers import MtpLayers

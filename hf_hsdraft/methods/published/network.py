@@ -22,11 +22,11 @@ from ...drafters.base.saved_drafter import Placement, SavedDrafter, take_options
 from ...drafters.base.target_weights import TargetWeights, initialise
 from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_parts import before_norm, check_last_state
 from .checkpoint import AnyCheckpoint
 from .decoder_layer import LayerSizes, rotary_of
 from .format_table import PublishedFormat
 from .readings import match_told, settle, settled_by, told
+from .target_copies import before_norm, check_last_state
 from .target_sizes import FLAG, MOST_OF_TARGET, TargetSizes
 
 MOST_LAYERS, MOST_TAPS = 64, 64

@@ -26,7 +26,8 @@ from ...core.checks import demand, printable
 from ...hub.drafter_files import read_document
 from ...runtime.prompt_inputs import inputs_of
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_parts import LastState, final_norm, why_not_copied
+from ...runtime.target_parts import LastState, final_norm
+from .target_copies import why_not_copied
 
 logger = logging.get_logger(__name__)
 

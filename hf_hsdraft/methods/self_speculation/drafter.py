@@ -22,10 +22,11 @@ from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import TravellingConfig
 from ...drafters.base.tree_session import TreeSession
-from ...runtime.target_parts import decoder_list, why_not_replaced
+from ...runtime.target_parts import decoder_list
 from ..estimate.reads import Read
 from ..published.decoder_layer import FeedForward
 from ..published.levels import LevelExpansion
+from ..published.target_copies import why_not_replaced
 from .first_layers import FirstLayers
 
 logger = logging.get_logger(__name__)

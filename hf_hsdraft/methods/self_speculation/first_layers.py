@@ -25,9 +25,10 @@ from ...runtime.cache_slots import Mark
 from ...runtime.misreading import same_but_rounding
 from ...runtime.module_hooks import fingerprint
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_parts import InPlaceOf, decoder_list, with_modules
+from ...runtime.target_parts import decoder_list
 from ...runtime.target_runtime import TargetRuntime
 from ...runtime.tree_reading import node_inputs, read_trees
+from ..published.target_copies import InPlaceOf, with_modules
 
 logger = logging.get_logger(__name__)
 
