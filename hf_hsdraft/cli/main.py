@@ -81,7 +81,8 @@ def _arrange() -> None:
     for name in sorted(known, key=lambda name: TOP.index(name) if name in TOP else len(TOP)):
         app.registered_commands.append(_named(known[name], name))
     for group, commands_of_group in groups.items():
-        app.add_typer(commands_of_group, name=group)
+        if commands_of_group.registered_commands:
+            app.add_typer(commands_of_group, name=group)
 
 
 def _named(command: CommandInfo, name: str) -> CommandInfo:

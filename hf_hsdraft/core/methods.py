@@ -39,7 +39,7 @@ def offered(kind: str) -> list[str]:
 def load(kind: str, name: str) -> ModuleType:
     """Imports the module that offers a name. Raises an ImportError if no method does."""
     if name not in offered(kind):
-        raise ImportError(f"{name!r} belongs to a method that is not here ({kind}): expected it in {_PACKAGE}")
+        raise ImportError(f"{name!r} ({kind}) belongs to a method, and {_PACKAGE} is not here or has none of that name")
     return importlib.import_module(f"{_PACKAGE}.{_index()[kind][name]}")
 
 

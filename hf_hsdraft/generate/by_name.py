@@ -69,7 +69,7 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
 
 
 def _of_own_layers(target: Any, **loading: Any) -> Any:
-    return load("name", "MtpDrafter").MtpDrafter.for_target(target, **loading)
+    return load("finder", _MTP).MtpDrafter.for_target(target, **loading)
 
 
 def _from_files(name: str | os.PathLike[str], **loading: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Forwards and functions of fixed shapes, compiled as `generate()` compiles its decoding step; the time of a device."""
+"""Forwards and functions of fixed shapes, compiled as `generate()` compiles its decoding step."""
 
 from __future__ import annotations
 

@@ -125,8 +125,11 @@ assert target.generate(ids, **options, assistant_model=drafter).tolist() == targ
 drafter.generation_config.adapter_name = "code"
 with pytest.raises(ValueError, match="adapter_name='code' is invalid: expected none, as .*adapters.py is not here"):
     target.generate(ids, **options, assistant_model=drafter)
+with pytest.raises(ImportError, match="'mtp' .finder. belongs to a method"):
+    target.generate(ids, **options, assistant_model="mtp")
+assert "history" not in listed
 plan = TrainingPlan(out="out", init_from="none", lora=2)
-with pytest.raises(ImportError, match="'peft' belongs to a method that is not here"):
+with pytest.raises(ImportError, match="'peft' .adapting. belongs to a method"):
     drafter_to_start_from(trainable("hidden-state", {}), target, None, plan)
 weights = load_file(path.parent / "model.safetensors")
 save_file({name: each.to(torch.float8_e4m3fn) for name, each in weights.items()}, path.parent / "model.safetensors")

@@ -73,7 +73,7 @@ def save(
 
 def draw_pictures(*given: Any) -> None:
     """As in `methods/pictures/training_pictures.py`, where that is here."""
-    if "training" in offered("drawing"):
+    if offered("drawing"):
         load("drawing", "training").draw_pictures(*given)
 
 
