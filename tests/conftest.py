@@ -23,6 +23,7 @@ from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils import logging
 
 from hf_hsdraft import HSDraftConfig, HSDrafter, harmless
 from hf_hsdraft.cpu.small_weights import KERNEL
@@ -143,6 +144,14 @@ def edited(folder: Path, name: str = "config.json", **fields) -> dict:
     if fields:
         (folder / name).write_text(json.dumps(found))
     return found
+
+
+@pytest.fixture(autouse=True)
+def _as_loud_as_before():
+    """A server's command silences transformers in its process, which is that of later tests."""
+    before = logging.get_verbosity()
+    yield
+    logging.set_verbosity(before)
 
 
 @pytest.fixture(scope="session")
