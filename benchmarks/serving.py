@@ -147,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.memory:
         print_table(("requests", "resident, MiB", "objects", "numbers in tensors"), _held(given.memory))
         return 0
+    if unknown := [way for way in given.ways if way not in WAYS]:
+        parser.error(f"--ways {', '.join(unknown)}: expected some of {', '.join(WAYS)}")
     if given.picture and not given.picture.endswith((".svg", ".png")):
         parser.error(f"--picture {given.picture}: expected a name that ends with .svg or .png")
     given.limit = given.requests
