@@ -23,8 +23,8 @@ from ..engine.decoded_texts import DecodedTexts
 from ..runtime.findings import Size, find_out
 from ..runtime.module_hooks import fingerprint, has_foreign_hooks
 from ..runtime.target_limits import furthest_read
-from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
-from ..runtime.tree_reading import TextRows
+from ..runtime.target_runtime import TargetRuntime
+from ..runtime.tree_reading import TargetOutput, TextRows, picked_taps
 from ..verify.verdict import Verdict, Verifier
 from .prefix_cache import PrefixCache
 from .requests import FinishedText, Prepared

@@ -33,7 +33,8 @@ from ..runtime.target_limits import (
     refusal,
     text_config,
 )
-from ..runtime.target_runtime import TargetOutput, TargetRuntime, picked_taps
+from ..runtime.target_runtime import TargetRuntime
+from ..runtime.tree_reading import TargetOutput, picked_taps
 from ..verify.verdict import Verifier
 from .call_output import HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output, named_target, prompt_outputs
 from .decoded_texts import DecodedTexts

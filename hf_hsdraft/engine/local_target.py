@@ -14,7 +14,7 @@ from ..core.tensors import on_device
 from ..drafters.base.protocol import Accepted, Call, Session, Verified
 from ..pace.pacing import KindOfCall
 from ..runtime.findings import kind_of_call
-from ..runtime.target_runtime import TargetOutput, picked_taps
+from ..runtime.tree_reading import TargetOutput, picked_taps
 from ..verify.verdict import Verdict
 from .call_output import path_outputs
 from .draft_limits import DraftLimits

@@ -26,8 +26,17 @@ from ..runtime.target_limits import (
     text_config,
     why_no_trees,
 )
-from ..runtime.target_runtime import Acceleration, TargetOutput, picked_taps, target_output
-from ..runtime.tree_reading import AttentionKind, Names, TargetCall, TextRows, attention_kinds, read_trees
+from ..runtime.target_runtime import Acceleration, target_output
+from ..runtime.tree_reading import (
+    AttentionKind,
+    Names,
+    TargetCall,
+    TargetOutput,
+    TextRows,
+    attention_kinds,
+    picked_taps,
+    read_trees,
+)
 
 
 @dataclass(frozen=True)

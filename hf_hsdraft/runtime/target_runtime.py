@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -32,29 +32,7 @@ from .module_hooks import experience_of
 from .static_cache import slots_of_prompts
 from .target_limits import GRADIENTS, check_cache, decoder_layers, refusal, text_config
 from .target_parts import LastState, decoder_list, reads_last
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """One target forward over B sequences."""
-
-    logits: torch.Tensor  # `[B, rows, V]`, of the prompt's last position, or of each node of a tree
-    # `[B, rows, taps * D]`, the tapped hidden states, concatenated; for a prompt, of the positions it read
-    taps: torch.Tensor
-
-    def last(self, columns: int) -> TargetOutput:
-        """The last columns; raises a DraftingRefused if there are fewer."""
-        if (found := self.logits.shape[1]) < columns:
-            raise DraftingRefused(f"its forward over {columns} tokens returns logits of {found}: expected one of each")
-        return TargetOutput(self.logits[:, -columns:], self.taps[:, -columns:])
-
-
-def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-    """Selects hidden states of the layers `wanted`, in that order, from those `[..., len(layers) * D]` of `layers`."""
-    if tuple(layers) == tuple(wanted):
-        return taps
-    places = [layers.index(layer) for layer in wanted]
-    return taps.unflatten(-1, (len(layers), -1))[..., places, :].flatten(-2) if places else taps[..., :0]
+from .tree_reading import TargetOutput
 
 
 def target_output(

@@ -29,6 +29,29 @@ _NO_ATTENTION = ("moe", "mlp")  # layer types that never see a mask
 
 
 @dataclass(frozen=True)
+class TargetOutput:
+    """One target forward over B sequences."""
+
+    logits: torch.Tensor  # `[B, rows, V]`, of the prompt's last position, or of each node of a tree
+    # `[B, rows, taps * D]`, the tapped hidden states, concatenated; for a prompt, of the positions it read
+    taps: torch.Tensor
+
+    def last(self, columns: int) -> TargetOutput:
+        """The last columns; raises a DraftingRefused if there are fewer."""
+        if (found := self.logits.shape[1]) < columns:
+            raise DraftingRefused(f"its forward over {columns} tokens returns logits of {found}: expected one of each")
+        return TargetOutput(self.logits[:, -columns:], self.taps[:, -columns:])
+
+
+def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """Selects hidden states of the layers `wanted`, in that order, from those `[..., len(layers) * D]` of `layers`."""
+    if tuple(layers) == tuple(wanted):
+        return taps
+    places = [layers.index(layer) for layer in wanted]
+    return taps.unflatten(-1, (len(layers), -1))[..., places, :].flatten(-2) if places else taps[..., :0]
+
+
+@dataclass(frozen=True)
 class AttentionKind:
     """One kind of attention among a target's layers."""
 

@@ -114,10 +114,10 @@ class HSDrafter(HSDraftNetwork, StateDrafter):
 
     def _compiles(self, call: Call, working: QuickWeights) -> bool:
         """Whether drafts are compiled: the target's forwards are, and later calls can use the graphs again."""
-        target, alone = call.runtime, call.rows == 1 and call.options.depth > 0 and offered("drafts")
+        target, alone = call.runtime, call.rows == 1 and call.options.depth > 0 and "compiled" in offered("drafts")
         if target is None or target.slots.size is None or target.acceleration.compile_config is None:
             return False
-        return bool(alone) and working.spare is not None and self.device.type == device_of(call.target).type
+        return alone and working.spare is not None and self.device.type == device_of(call.target).type
 
 
 def _with_joined_weights(layer: Any) -> Layer:

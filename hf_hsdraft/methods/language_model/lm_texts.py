@@ -27,8 +27,8 @@ from ...runtime.cache_slots import CacheSlots, cache_layers, move_slots
 from ...runtime.misreading import same_but_rounding
 from ...runtime.module_hooks import fingerprint
 from ...runtime.target_limits import furthest_position, text_config, why_no_trees, why_refused
-from ...runtime.target_runtime import TargetOutput, target_output
-from ...runtime.tree_reading import AttentionKind, as_attention_takes_it, attention_kinds, tree_mask
+from ...runtime.target_runtime import target_output
+from ...runtime.tree_reading import AttentionKind, TargetOutput, as_attention_takes_it, attention_kinds, tree_mask
 
 
 class LMTexts:

@@ -52,9 +52,8 @@ class Format:
 
     name: str  # shown in messages
     rank: int  # order of matching
-    matches: Callable[
-        [AnyCheckpoint], bool
-    ]  # whether a checkpoint has this format, by its configuration and tensor names
+    # Whether a checkpoint has this format, by its configuration and tensor names
+    matches: Callable[[AnyCheckpoint], bool]
     load: Callable[..., Any]  # builds the drafter; takes the keyword arguments of `from_pretrained`
     # Lines by title that `hsdraft info` shows, without loading weights: `drafts` is how, `cannot be loaded` why not
     describe: Callable[[AnyCheckpoint], Mapping[str, str]] = fields_told

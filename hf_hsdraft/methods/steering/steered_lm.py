@@ -29,7 +29,7 @@ from ...drafters.base.protocol import Accepted, Call, weights_of
 from ...drafters.base.registry import Evidence, Fit, TargetInfo
 from ...drafters.base.travelling_config import default_tap_layers
 from ...runtime.target_limits import decoder_layers, text_config
-from ...runtime.target_runtime import TargetOutput
+from ...runtime.tree_reading import TargetOutput
 from ...training.files import write_complete
 from ..distillation.layer_subset import layers_of, sharing_weights
 from ..estimate.reads import Read
