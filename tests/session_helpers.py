@@ -9,13 +9,20 @@ from hf_hsdraft.core import kept
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
-from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
+from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
+from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession, bias_of
 
 
 def forget(name: str) -> None:
     """Forgets what calls have learnt of all objects, as a new process has."""
     for records in kept._records.values():
         records.pop(name, None)
+
+
+def expansion_of(working, weights, hidden: torch.Tensor, **further) -> ParallelExpansion:
+    """Expands drafted states `[B, depth, D]` of a hidden-state drafter."""
+    logits = working.logits(hidden)
+    return ParallelExpansion(logits, bias_of(working, weights, hidden, logits), **further)
 
 
 def borrow(drafter, target):

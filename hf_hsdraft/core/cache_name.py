@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +18,3 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
 def returned_cache(outputs: Any) -> Any:
     """The cache among the outputs of a model or of `generate()`, or `None`."""
     return getattr(outputs, CACHE, None)
-
-
-def takes_cache(model: Any) -> bool:
-    """Whether a model's forward accepts a cache."""
-    return CACHE in inspect.signature(model.forward).parameters

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch.nn.functional import pad
 
 from .methods import Registry
 from .tensors import on_device
@@ -146,28 +145,6 @@ class TreeBatch:
             alone = ([column == node for column in range(size)] for node in range(len(tree), size))
             ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
         return cls(on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool))
-
-    @classmethod
-    def nothing(cls, tokens: torch.Tensor) -> TreeBatch:
-        """Returns the batch without nodes, for as many rows as `tokens` `[B, n]`, on their device."""
-        none = tokens[:, :0]
-        return cls(none, none, none[..., None][..., :0].bool())
-
-    def below(self, parents: torch.Tensor | None, tokens: torch.Tensor, depths: torch.Tensor) -> TreeBatch:
-        """Returns the batch with further nodes `[B, n]` below the columns `parents`, likewise; None for the first."""
-        (rows, count), size = tokens.shape, self.tokens.shape[1]
-        if parents is None:
-            above = self.ancestors.new_zeros(rows, count, size)
-        else:
-            above = self.ancestors.gather(1, parents[..., None].expand(-1, -1, size))
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
-        ancestors = torch.cat([pad(self.ancestors, (0, count)), torch.cat([above, own], dim=2)], dim=1)
-        return TreeBatch(torch.cat([self.tokens, tokens], 1), torch.cat([self.depths, depths], 1), ancestors)
-
-    def last(self, count: int) -> torch.Tensor:
-        """Returns the columns `[B, count]` of the last nodes."""
-        rows, size = self.tokens.shape
-        return torch.arange(size - count, size, device=self.tokens.device).expand(rows, -1)
 
 
 def certainty(trees: Sequence[DraftTree]) -> float:
@@ -372,56 +349,6 @@ class FoundNodes:
                 places[node] = len(nodes)
                 nodes.append((self.tokens[row][node], places[parents[node]], depths[node], scores[node]))
         return from_nodes(nodes)
-
-
-def best_first_trees(
-    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
-) -> list[DraftTree]:
-    """Grows trees node by node, always by the most probable path that is left (DDTree). A `TreeBuilder`.
-
-    For drafters whose depths are independent of the path: all nodes of a depth have the same children and no states.
-    Then the tree is the best one of its size, as a beam of unlimited width would find it. `beam_width` is ignored. The
-    probabilities of all depths leave the device in one transfer.
-    """
-    scores = torch.zeros_like(root_tokens[:, None], dtype=torch.float32)
-    levels = []
-    for level in range(1, expansion.depth + 1):
-        values, columns, _, states = expansion.best(level, root_tokens[:, None], None, scores, limits.tree_size)
-        assert states is None, "nodes with states know their path"
-        levels.append((values, vocab_ids[columns]))
-    log_probs, tokens = (torch.stack(column, dim=1).tolist() for column in zip(*levels, strict=True))
-    least = math.log(limits.threshold) if limits.threshold > 0 else -math.inf
-    rows = zip(root_tokens.tolist(), tokens, log_probs, limits.max_depths, strict=True)
-    return [
-        _best_tree(root, own_tokens[:depth], own_scores[:depth], limits.tree_size, least)
-        for root, own_tokens, own_scores, depth in rows
-    ]
-
-
-def _best_tree(root: int, tokens: list[list[int]], log_probs: list[list[float]], size: int, least: float) -> DraftTree:
-    """Makes a tree from tokens and log-probabilities of each depth, the best first.
-
-    The heap holds paths without a node: the next sibling of each node, and its first child. All others come after one
-    of these, so the best path of the heap is the best that is left. Among equal ones the shorter comes first. `least`
-    is the least log-probability of a path.
-    """
-    nodes = [(root, -1, 0, 0.0)]
-    waiting: list[tuple[float, int, tuple[int, ...], int]] = []  # cost, depth, ranks along the path, parent
-
-    def wait(ranks: tuple[int, ...], parent: int) -> None:
-        depth, rank = len(ranks), ranks[-1]
-        if depth <= len(tokens) and rank < len(tokens[depth - 1]):
-            score = nodes[parent][3] + log_probs[depth - 1][rank]
-            if score >= least and score > -math.inf:
-                heapq.heappush(waiting, (-score, depth, ranks, parent))
-
-    wait((0,), 0)
-    while waiting and len(nodes) <= size:
-        cost, depth, ranks, parent = heapq.heappop(waiting)
-        nodes.append((tokens[depth - 1][ranks[-1]], parent, depth, -cost))
-        wait((*ranks[:-1], ranks[-1] + 1), parent)
-        wait((*ranks, 0), len(nodes) - 1)
-    return from_nodes(nodes)
 
 
 @dataclass(frozen=True)

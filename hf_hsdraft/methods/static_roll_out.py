@@ -26,7 +26,8 @@ from ..core.tensors import on_device, shared_attention
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Verified
 from ..drafters.base.target_weights import TargetWeights
-from ..drafters.hidden_state.draft_session import HSDraftSession, KeyValues, Pairs, RollOut, expansion_of
+from ..drafters.base.tree_session import ParallelExpansion
+from ..drafters.hidden_state.draft_session import HSDraftSession, KeyValues, Pairs, RollOut, bias_of
 from ..drafters.hidden_state.network import HSDraftNetwork, WorkingWeights
 from ..drafters.hidden_state.quick_weights import QuickWeights
 from ..drafters.hidden_state.trunk import read, roll
@@ -319,7 +320,9 @@ def draft(
         torch.cat([held, count]),
         num_draft_steps,
     )
-    expansion = expansion_of(parts.working, parts.weights, states[None])
+    hidden = states[None]
+    logits = parts.working.logits(hidden)
+    expansion = ParallelExpansion(logits, bias_of(parts.working, parts.weights, hidden, logits))
     limits = TreeLimits(tree_size, beam_width, 0.0, (num_draft_steps,))
     found, sizes = searched(expansion, root, parts.weights.vocab_ids, limits)
     return torch.cat([count.int(), emitted.int(), choices.int(), found.flatten()]), sizes

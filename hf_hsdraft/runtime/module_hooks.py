@@ -116,7 +116,7 @@ _numbers = itertools.count()
 _serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-_FLAG = "_output_capturing_hooks_installed"  # set by transformers on each model whose layers have the hooks
+CAPTURES = "_output_capturing_hooks_installed"  # set by transformers on each model whose layers have the hooks
 _Place = tuple[int, str | int]  # id of a module, and the flag or the key of one of its hooks
 
 
@@ -155,19 +155,11 @@ def no_hooks_left(target: nn.Module) -> Iterator[None]:
                 known.capturing = None
 
 
-def without_hooks(copied: nn.Module) -> None:
-    """Removes all forward hooks from a copy of a model: they belong to the original."""
-    for module in copied.modules():
-        module.__dict__.pop(_FLAG, None)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.clear()
-
-
 def _installed(target: nn.Module) -> Iterator[tuple[nn.Module, str | int]]:
     """Yields modules with the flag, and modules with capturing hooks with each hook's key."""
     for module in target.modules():
-        if module.__dict__.get(_FLAG):
-            yield module, _FLAG
+        if module.__dict__.get(CAPTURES):
+            yield module, CAPTURES
         for key, hook in tuple(module._forward_hooks.items()):
             if getattr(hook, "__module__", None) == output_capturing.__name__:
                 yield module, key
@@ -178,14 +170,14 @@ def _removed(target: nn.Module, before: frozenset[_Place]) -> bool:
     # A thread that starts capturing now finds no flag, and waits for this lock to install its hooks.
     with getattr(output_capturing, "_hook_installation_lock", contextlib.nullcontext()):
         new = [(module, where) for module, where in _installed(target) if (id(module), where) not in before]
-        flagged = [module for module, where in new if where == _FLAG]
+        flagged = [module for module, where in new if where == CAPTURES]
         for module in flagged:
-            del module.__dict__[_FLAG]
+            del module.__dict__[CAPTURES]
         # One that started earlier needs the hooks until its forward ends.
         captured = [part for model in _capturing_models() for part in model.modules()] if new else []
         if captured and not set(captured).isdisjoint(target.modules()):
             for module in flagged:
-                module.__dict__[_FLAG] = True
+                module.__dict__[CAPTURES] = True
             return False
         for module, where in new:
             if isinstance(where, int):

@@ -151,8 +151,8 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
-    "core": 1854, "engine": 2172, "runtime": 3575, "verify": 593, "generate": 565, "training": 5659, "bench": 1327,
-    "cli": 2088, "drafters": 5152, "serve": 1941, "hub": 1442,
+    "core": 1775, "engine": 2172, "runtime": 3567, "verify": 593, "generate": 565, "training": 5659, "bench": 1327,
+    "cli": 2088, "drafters": 5141, "serve": 1941, "hub": 1442,
 }  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_the_core_stays_small() -> None:
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
     assert len(files) <= 181
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 32_454
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 32_356
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import VOCAB, edited, make_drafter
+from session_helpers import expansion_of
 from test_pipeline import SIZES, decodes_as_plain, plan, run
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.drafters.hidden_state.draft_session import expansion_of
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
 
 

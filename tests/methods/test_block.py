@@ -13,9 +13,10 @@ from oracles.exactness import FullExpansion
 from oracles.format_parity import randomise
 from session_helpers import news
 
-from hf_hsdraft.core.draft_tree import TreeLimits, beam_trees, best_first_trees
+from hf_hsdraft.core.draft_tree import TreeLimits, beam_trees
 from hf_hsdraft.drafters.base.protocol import Ask
 from hf_hsdraft.drafters.base.tree_session import ParallelExpansion, TokenBias
+from hf_hsdraft.methods.best_first import best_first_trees
 from hf_hsdraft.methods.block.configuration import BlockConfig, Sight
 from hf_hsdraft.methods.block.drafter import BlockConvolution, BlockDrafter
 from hf_hsdraft.methods.block.heads import CandidateSelector, MarkovHead

@@ -11,6 +11,7 @@ import torch
 from conftest import VOCAB, as_plain, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from session_helpers import expansion_of
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
@@ -21,7 +22,6 @@ from transformers.generation.logits_process import (
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.drafters.hidden_state.draft_session import expansion_of
 from hf_hsdraft.drafters.hidden_state.quick_weights import quick_weights
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
 from hf_hsdraft.verify.foresight import Draws, Foresight, Race, _Numbers

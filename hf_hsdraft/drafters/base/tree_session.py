@@ -20,8 +20,8 @@ from ...core.draft_tree import (
     TreeLimits,
     beam_trees,
     best_children,
-    best_first_trees,
 )
+from ...core.methods import load
 from ...core.tensors import Transform, biased, on_device
 from ...core.tuning import LIKELY_COLUMNS
 from ...verify.foresight import Foresight, Race
@@ -274,5 +274,9 @@ class TreeSession(Session):
         roots = on_device([ask.root for ask in asks], ids.device)
         depths = [min(ask.depth, expansion.depth) for ask in asks]
         limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
-        best_first = self._build is beam_trees and options.beam_width > 1 and not expansion.has_states
-        return (best_first_trees if best_first else self._build)(expansion, roots, ids, limits)
+        if self._build is beam_trees and options.beam_width > 1 and not expansion.has_states:  # of methods' drafters
+            found: list[DraftTree] = load("growing", "independent depths").best_first_trees(
+                expansion, roots, ids, limits
+            )
+            return found
+        return self._build(expansion, roots, ids, limits)

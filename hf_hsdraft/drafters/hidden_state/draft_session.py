@@ -20,7 +20,7 @@ from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
 from ..base.reading_session import ParallelSession
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import ParallelExpansion, TokenBias
+from ..base.tree_session import TokenBias
 from .network import HSDraftNetwork, Leftover, WorkingWeights
 from .quick_weights import SearchedBias
 from .target_match import warn_of_poor_guesses
@@ -59,14 +59,6 @@ def bias_of(
     if searching is not None:
         return SearchedBias(searching, weights, hidden, since)
     return TokenBias(injector, weights.embed, hidden, since=since, reach=injector.reach(logits))
-
-
-def expansion_of(
-    working: WorkingWeights, weights: TargetWeights, hidden: torch.Tensor, **further: Any
-) -> ParallelExpansion:
-    """Expands drafted states `[B, depth, D]`."""
-    logits = working.logits(hidden)
-    return ParallelExpansion(logits, bias_of(working, weights, hidden, logits), **further)
 
 
 class BatchedTexts:

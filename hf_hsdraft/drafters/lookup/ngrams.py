@@ -7,7 +7,6 @@ looked up, as a draft would, before it is entered. These probabilities are compa
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -93,12 +92,6 @@ class NgramCache:
     def last(self) -> int | None:
         """The last token, from which a draft continues."""
         return self._tail[-1] if self._tail else None
-
-    def followed_by(self, tokens: Sequence[int]) -> NgramCache:
-        """Returns the same tables behind further tokens, which are in no n-gram. It must not be extended."""
-        other = copy.copy(self)
-        other._tail = [*self._tail, *tokens][-self._tables[0].length :]
-        return other
 
     def extend(self, tokens: Iterable[int]) -> None:
         self._counted = None

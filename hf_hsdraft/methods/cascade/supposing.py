@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ class SupposingNgrams(NgramSession):
 
     def _tree(self, ask: Ask) -> DraftTree:
         settled = self.caches[ask.row]
-        self.caches[ask.row] = settled.followed_by(self._supposed.get(ask.row, ()))
+        self.caches[ask.row] = supposed = copy.copy(settled)
+        supposed._tail = [*settled._tail, *self._supposed.get(ask.row, ())]
         try:
             return super()._tree(ask)
         finally:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...core.checks import are_ascending, demand, is_integer
 from ...core.tensors import hooks_of
-from ...runtime.module_hooks import without_hooks
+from ...runtime.module_hooks import CAPTURES
 from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import decoder_list
 
@@ -65,7 +65,10 @@ def sharing_weights(model: Any) -> Any:
     offloaded = [hook.weights_map for hook in hooks_of(model) if getattr(hook, "weights_map", None) is not None]
     shared = {id(held): held for held in (*model.parameters(), *model.buffers(), *offloaded)}
     copied = copy.deepcopy(model, shared)
-    without_hooks(copied)
+    for module in copied.modules():  # hooks belong to the original
+        module.__dict__.pop(CAPTURES, None)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
     return copied
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ...core.cache_name import CACHE, takes_cache
+from ...core.cache_name import CACHE
 from ...core.checks import few, printable
 from ...core.draft_tree import TreeBatch
 from ...core.kept import kept_with
@@ -29,6 +29,7 @@ from ...runtime.module_hooks import fingerprint
 from ...runtime.target_limits import furthest_position, text_config, why_no_trees, why_refused
 from ...runtime.target_runtime import target_output
 from ...runtime.tree_reading import AttentionKind, TargetOutput, as_attention_takes_it, attention_kinds, tree_mask
+from ..published.levels import further_nodes
 
 
 class LMTexts:
@@ -135,13 +136,14 @@ class LMTexts:
         tokens `[B, n]`, int64, are nodes of one depth, 1 for children of the root; parents, likewise, their columns in
         the draft, None for the root. Returns logits `[B, n, V]` after each node, and the nodes' columns `[B, n]`.
         """
-        (rows, count), before = tokens.shape, self._drafted or TreeBatch.nothing(tokens)
-        drafted = self._drafted = before.below(parents, tokens, torch.full_like(tokens, depth - 1))
+        rows, count = tokens.shape
+        drafted, nodes = further_nodes(self._drafted, tokens, torch.full_like(tokens, depth - 1), parents)
+        self._drafted = drafted
         kept = on_device(self.kept, tokens.device)
         positions = (kept[:, None] + depth - 1).clamp(max=self._last_position).expand(-1, count)
         alone = rows == 1 and drafted.tokens.shape[1] == depth  # a chain
         masks = None if alone else self._masks(drafted, count)
-        return self._forward(tokens, positions, masks, count, ()).logits, drafted.last(count)
+        return self._forward(tokens, positions, masks, count, ()).logits, nodes
 
     def forget(self) -> None:
         if self._drafted is not None:
@@ -289,7 +291,7 @@ def _why_it_cannot_draft(model: Any) -> str:
     cache = _empty_cache(model)
     if getattr(model, "_is_stateful", False) or CacheSlots(cache).recurrent:
         return f"{name} has recurrent layers: they cannot take back the tokens that the target rejects"
-    if not takes_cache(model):
+    if CACHE not in inspect.signature(model.forward).parameters:
         return f"{name} keeps no keys and values: it would read the whole text for every drafted token"
     reason = why_refused(model, cache)
     return f"{name}: {reason}" if reason else ""

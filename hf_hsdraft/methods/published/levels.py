@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
-from ...core.draft_tree import Expansion, best_children
+from ...core.draft_tree import Expansion, TreeBatch, best_children
 from ...core.tuning import LIKELY_COLUMNS
 from ...drafters.base.tree_session import log_probs_of
 from ...verify.foresight import Race
@@ -42,3 +43,21 @@ class LevelExpansion(Expansion):
         logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
         values, found, parents = best_children(self.race.among(columns)(level, logits), scores, count)
         return values, columns.gather(1, found), parents, states
+
+
+def further_nodes(
+    batch: TreeBatch | None, tokens: torch.Tensor, depths: torch.Tensor, parents: torch.Tensor | None
+) -> tuple[TreeBatch, torch.Tensor]:
+    """Returns a batch with further nodes `[B, n]` below the columns `parents`, likewise, and their columns `[B, n]`.
+
+    Both `batch` and `parents` are None for the first nodes.
+    """
+    rows, count = tokens.shape
+    ancestors = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+    if batch is not None and parents is not None:
+        above = batch.ancestors.gather(1, parents[..., None].expand(-1, -1, batch.tokens.shape[1]))
+        ancestors = torch.cat([pad(batch.ancestors, (0, count)), torch.cat([above, ancestors], dim=2)], dim=1)
+        tokens, depths = torch.cat([batch.tokens, tokens], 1), torch.cat([batch.depths, depths], 1)
+    size = tokens.shape[1]
+    columns = torch.arange(size - count, size, device=tokens.device).expand(rows, -1)
+    return TreeBatch(tokens, depths, ancestors), columns

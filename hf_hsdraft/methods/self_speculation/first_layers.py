@@ -28,6 +28,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_parts import decoder_list
 from ...runtime.target_runtime import TargetRuntime
 from ...runtime.tree_reading import node_inputs, read_trees
+from ..published.levels import further_nodes
 from ..published.target_copies import InPlaceOf, with_modules
 
 logger = logging.get_logger(__name__)
@@ -152,14 +153,15 @@ class FirstLayers:
         if parents is None:
             self._forget()
             self._start = self._call.slots.mark()
-        before, depths = self._batch or TreeBatch.nothing(tokens), torch.full_like(tokens, len(self._states))
-        batch = before.below(parents, tokens, depths.where(depths < self._depths[:, None], -1))
+        depths = torch.full_like(tokens, len(self._states))
+        depths = depths.where(depths < self._depths[:, None], -1)
+        batch, columns = further_nodes(self._batch, tokens, depths, parents)
         states = self._states_of(batch, count)
         self._widen(count)
         self._batch = batch
         self._states.append(states)
         self._parents.append(torch.full_like(tokens, -1) if parents is None else parents)
-        return states, batch.last(count)
+        return states, columns
 
     def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
         """The target's outputs for a tree per row, as from `read_trees`; None if nothing was read ahead."""
