@@ -41,9 +41,9 @@ from transformers.generation.streamers import BaseStreamer
 from ..generate.attachment import Attachment
 from ..runtime.prompt_inputs import end_tokens, room_left
 from .choices import TokenLogProbs, interleaved, joined
-from .grammars import constraining
 from .guards import RequestLimits, error_document
 from .metrics import AnswerClock, Metrics
+from .prompts import constraining
 from .requests import Asked, Chatting, refused
 from .together import Together
 
@@ -136,16 +136,20 @@ class Decoder:
     together: Together | None = None
     attachment: Attachment | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
-    waiting: int = 0  # requests that have not been answered
+    asked: int = 0  # requests that have not been answered
 
     def __post_init__(self) -> None:
-        waiting, running = lambda: max(self.waiting - self.running, 0), lambda: self.running
-        self.metrics = Metrics(waiting, running, lambda: self.reused_tokens, self.attachment)
+        self.metrics = Metrics(self)
 
     @property
     def running(self) -> int:
         """Number of requests that are decoded."""
-        return min(self.waiting, 1) if self.together is None else self.together.batching.running
+        return min(self.asked, 1) if self.together is None else self.together.batching.running
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for their decoding."""
+        return max(self.asked - self.running, 0)
 
     @property
     def reused_tokens(self) -> int:
@@ -156,12 +160,7 @@ class Decoder:
         """Returns the future output of an answer's call."""
         if self.together is None:
             return self.thread.submit(answer.decode, streamer)
-        try:
-            return self.together.submit(answer.call(streamer), answer.seed, answer.check)
-        except Exception as error:
-            failed = Future[Any]()
-            failed.set_exception(error)
-            return failed
+        return self.together.submit(answer.call(streamer), answer.seed, answer.check)
 
     async def idle(self) -> None:
         await self.thread.async_submit(lambda: None)
@@ -177,8 +176,8 @@ class Decoder:
             raise refused("stop", f"`stop` is too long: expected {most}")
         if asked.choices > limits.max_requests:
             raise refused("n", f"`n` is too large: expected at most {limits.max_requests}, found {asked.choices}")
-        if self.waiting + asked.choices > limits.max_requests:
-            raise HTTPException(503, f"{self.waiting} requests are being answered: try again later")
+        if self.asked + asked.choices > limits.max_requests:
+            raise HTTPException(503, f"{self.asked} requests are being answered: try again later")
 
     async def respond(
         self, handler: Any, asked: Asked, ids: torch.Tensor, request: Request, grammar: Any = None, **further: Any
@@ -200,7 +199,16 @@ class Decoder:
             answer.seed = None if asked.seed is None else _following(asked.seed, index)
             answer.processors += constraining(grammar)
         further |= {"request_id": request.state.name, "model": self.target, "model_id": self.name}
-        calls = [{**further, **answer.arguments} for answer in made]
+        calls = [
+            {
+                **further,
+                "processor": each.tokenizer,
+                "inputs": each.inputs,
+                "gen_config": each.config,
+                "gen_manager": each,
+            }
+            for each in made
+        ]
         logprobs = [answer.logprobs for answer in made]
         several = len(made) > 1 or asked.top is not None
         if not asked.stream:
@@ -236,64 +244,53 @@ class Answer(BaseStreamer):
         self.failure = ""  # message of the error that ended a stream
         self.failed_status = 500
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What transformers' handlers take of it."""
-        return {"processor": self.tokenizer, "inputs": self.inputs, "gen_config": self.config, "gen_manager": self}
-
     def generate_streaming(
         self, *_: Any, response_parser: Any = None, **__: Any
     ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         streamer = _CutStreamer(self._decoder.tokenizer._tokenizer, loop, queue, response_parser, self._stops)
 
-        def ended(done: asyncio.Future[Any]) -> None:
-            leaving.cancel()
+        async def work() -> None:
             try:
-                self.of_beams(done.result())
+                await self._output(streamer)
             except (_GenerationCancelled, asyncio.CancelledError):
                 queue.put_nowait(None)
             except Exception as error:
                 self.failed_status, self.failure, _ = told(error)
                 queue.put_nowait(_StreamError(self.failure))
 
-        leaving = self._watch_client()
-        done = asyncio.wrap_future(self._decoder.decode(self, streamer))
-        done.add_done_callback(ended)
-        self._counted(done)
+        self._work = loop.create_task(work())  # a task that nothing holds may be collected
         return queue, streamer
 
     async def generate_non_streaming(self, *_: Any, **__: Any) -> tuple[str, int, torch.Tensor]:
-        leaving = self._watch_client()
-        done = self._counted(asyncio.wrap_future(self._decoder.decode(self, None)))
         try:
-            sequences = await done
-            self.of_beams(sequences)
+            sequences = await self._output(None)
         except _GenerationCancelled:
             raise HTTPException(499, "the client has left") from None  # nginx's status for it
-        finally:
-            leaving.cancel()
         length = self.inputs["input_ids"].shape[-1]
         new = sequences[0, length:]
         return self.tokenizer.decode(new, skip_special_tokens=True), length, new
 
-    def _counted(self, done: asyncio.Future[Any]) -> asyncio.Future[Any]:
-        self._decoder.waiting += 1
+    async def _output(self, streamer: Any) -> torch.Tensor:
+        """The output of the call, which ends early if the client leaves; notes times and outcome."""
+        leaving, error = asyncio.ensure_future(self._watch_client()), None
+        self._decoder.asked += 1
+        try:
+            output: torch.Tensor = await asyncio.wrap_future(self._decoder.decode(self, streamer))
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            leaving.cancel()
+            self._decoder.asked -= 1
+            self._clock.end(error)
+        self.of_beams(output)
+        return output
 
-        def ended(future: asyncio.Future[Any]) -> None:
-            self._decoder.waiting -= 1
-            self._clock.end(asyncio.CancelledError() if future.cancelled() else future.exception())
-
-        done.add_done_callback(ended)
-        return done
-
-    def _watch_client(self) -> asyncio.Task[None]:
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            self.cancel()
-
-        return asyncio.ensure_future(watch())
+    async def _watch_client(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
 
     def cancel(self) -> None:
         """Ends the call at its next token."""

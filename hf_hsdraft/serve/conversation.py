@@ -1,4 +1,4 @@
-"""A conversation with a target that keeps its cache across turns, and a streamer that tells which text was drafted."""
+"""`hsdraft chat`: a conversation that keeps its cache across turns, in the terminal, with drafted tokens coloured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
@@ -18,6 +19,11 @@ from ..runtime.prompt_inputs import end_tokens, room_left
 
 DRAFTED, OWN = "green", "default"  # styles of text
 _WARM_UP = 24  # tokens
+HELP = """/clear   forget the conversation
+/plain   answer without the drafter
+/draft   answer with the drafter again
+/help    these lines
+/exit    leave (also Ctrl-D); Ctrl-C ends an answer"""
 
 
 @dataclass(frozen=True)
@@ -178,3 +184,72 @@ def warm_up(target: Any, tokenizer: Any, drafter: Any) -> None:
     """Decodes a few tokens, so that the first answer does not include measuring the cost of drafting."""
     conversation = Conversation(target, tokenizer, drafter, do_sample=False, max_new_tokens=_WARM_UP)
     conversation.ask("Hello, who are you?")
+
+
+class TerminalChat:
+    """Reads messages and commands from standard input, a terminal or lines of a file, until the user leaves."""
+
+    def __init__(self, conversation: Conversation, console: Console) -> None:
+        self._conversation, self._console = conversation, console
+        self._drafter = conversation.drafter
+
+    def run(self, echo: bool) -> None:
+        """Runs until the input ends; `echo` prints the messages too, for input that no user typed."""
+        self._help()
+        while True:
+            try:
+                line = self._console.input("\n[bold]> [/]").strip()
+            except (EOFError, KeyboardInterrupt):
+                self._console.print()
+                return
+            if echo:
+                self._console.print(line, markup=False, highlight=False)
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._answer(line)
+
+    def _answer(self, message: str) -> None:
+        streamer = DraftColourStreamer(self._conversation.tokenizer, self._console)
+        try:
+            answer = self._conversation.ask(message, streamer)
+            self._console.print()
+        except KeyboardInterrupt:
+            self._console.print("\n[dim]stopped; this message is forgotten[/]")
+        except ValueError as error:
+            self._console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
+            self._console.print("[dim]this message is forgotten; /clear starts over[/]")
+        else:
+            self._console.print(Text(figures(answer), style="dim"))
+
+    def _command(self, line: str) -> None:
+        if line == "/clear":
+            self._conversation.clear()
+            self._console.print("[dim]a new conversation[/]")
+        elif line in ("/plain", "/draft"):
+            self._conversation.drafter = self._drafter if line == "/draft" else None
+            which = "with" if line == "/draft" else "without"
+            self._console.print(f"[dim]{which} the drafter from here on[/]")
+        else:
+            if line != "/help":
+                self._console.print(f"no such command: {escape(line)}; expected one of these", highlight=False)
+            self._help()
+
+    def _help(self) -> None:
+        self._console.print(HELP, style="dim", markup=False, highlight=False)
+        self._console.print("[green]drafted and accepted[/], the target's own")
+
+
+def figures(answer: Answer) -> str:
+    parts = [f"{answer.tokens / answer.seconds:.1f} tokens/s", f"{answer.tokens} tokens"]
+    statistics = answer.statistics
+    parts.insert(0, "plain" if statistics is None else f"tau {statistics.tau:.2f}")
+    if statistics is not None and not statistics.exact:
+        parts.append("lossy verification")
+    if answer.kept:
+        parts.append(f"{answer.kept} tokens from the cache")
+    if answer.cut:
+        parts.append("cut at the limit of new tokens")
+    return ", ".join(parts)

@@ -17,39 +17,26 @@ _BETWEEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class Metrics:
-    """Counts of one server.
+    """Counts of one server, and what its `decoder` does when they are asked for."""
 
-    Args:
-        waiting, running: return the number of requests that wait, and of those that are decoded.
-        reused: returns the number of tokens of prompts that were not read again.
-        attachment: what was drafted; None without a drafter.
-    """
-
-    def __init__(
-        self,
-        waiting: Callable[[], int],
-        running: Callable[[], int],
-        reused: Callable[[], int],
-        attachment: Attachment | None = None,
-    ) -> None:
+    def __init__(self, decoder: Any) -> None:
         self._registry = own = CollectorRegistry()
         self.requests = Counter("hsdraft_requests", "Requests that are done, by outcome", ["outcome"], registry=own)
         self.tokens = Counter("hsdraft_tokens", "New tokens of answers", registry=own)
-        self.first = Histogram(
-            "hsdraft_first_token_seconds", "Time from a request to its first token", registry=own, buckets=_FIRST
-        )
-        self.between = Histogram(
-            "hsdraft_between_tokens_seconds",
-            "Mean time between the tokens of an answer",
-            registry=own,
-            buckets=_BETWEEN,
-        )
-        Gauge("hsdraft_waiting", "Requests that wait", registry=own).set_function(waiting)
-        Gauge("hsdraft_running", "Requests that are decoded", registry=own).set_function(running)
-        known = Gauge("hsdraft_reused_prompt_tokens", "Tokens of prompts that were not read again", registry=own)
-        known.set_function(reused)
-        tau = Gauge("hsdraft_tau", "Tokens per target forward and row, bonus token included", registry=own)
-        tau.set_function(lambda: attachment.statistics.tau if attachment is not None else 1.0)
+        first, between = "Time from a request to its first token", "Mean time between the tokens of an answer"
+        self.first = Histogram("hsdraft_first_token_seconds", first, registry=own, buckets=_FIRST)
+        self.between = Histogram("hsdraft_between_tokens_seconds", between, registry=own, buckets=_BETWEEN)
+        attachment: Attachment | None = decoder.attachment
+        current: dict[tuple[str, str], Callable[[], float]] = {
+            ("waiting", "Requests that wait"): lambda: decoder.waiting,
+            ("running", "Requests that are decoded"): lambda: decoder.running,
+            ("reused_prompt_tokens", "Tokens of prompts that were not read again"): lambda: decoder.reused_tokens,
+            ("tau", "Tokens per target forward and row, bonus token included"): lambda: (
+                1.0 if attachment is None else attachment.statistics.tau
+            ),
+        }
+        for (name, meaning), value in current.items():
+            Gauge(f"hsdraft_{name}", meaning, registry=own).set_function(value)
 
     def exported(self) -> bytes:
         """Returns all figures as text."""

@@ -26,10 +26,9 @@ from ..batching.scheduler import ContinuousBatching
 from ..generate.attachment import Attachment
 from ..verify.registry import is_lossy
 from . import answers, requests
-from .grammars import Grammars
 from .guards import LOCAL_HOSTS, Guard, PromptServer, RequestLimits, error_response
 from .metrics import Metrics
-from .prompts import Prompts
+from .prompts import Grammars, Prompts
 from .together import Together
 
 _GRACE_SECONDS = 1  # that running answers have to end in, and then the decoding thread

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.serve.chat import HELP, TerminalChat
-from hf_hsdraft.serve.conversation import Conversation
+from hf_hsdraft.serve.conversation import HELP, Conversation, TerminalChat
 
 NEW = 12
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "suppress_tokens": [0, 1, 4]}  # special ones, not in the text

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_hsdraft.serve.grammars import Grammars
+from hf_hsdraft.serve.prompts import Grammars
 from hf_hsdraft.serve.requests import ChatRequest
 
 
