@@ -94,7 +94,7 @@ def measured(
     systems: Mapping[str, System], prompts: Sequence[Sequence[int]], tokens: int, save: Callable[[], None]
 ) -> None:
     """Asks each system all prompts, and saves after each prompt."""
-    from hf_hsdraft.bench.run import turn_order
+    from hf_hsdraft.bench.calls import turn_order
 
     for system in systems.values():  # loads, and compiles in a first text, before anything is timed
         system.ask({"ids": prompts[0], "tokens": tokens})

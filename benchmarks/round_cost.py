@@ -135,7 +135,7 @@ def loaded(name: str, given: Any) -> tuple[Any, Any, Any]:
     from gpu_bench.targets import TINY, random_drafter
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from hf_hsdraft.bench.run import DEFAULT_PROMPTS
+    from hf_hsdraft.bench.calls import DEFAULT_PROMPTS
     from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
     from hf_hsdraft.runtime.prompt_inputs import encode_prompt
     from hf_hsdraft.runtime.target_loading import default_drafter, load_target

@@ -94,7 +94,7 @@ def loaded_target(given: argparse.Namespace) -> tuple[Any, Any]:
 
 def prompt_texts(given: argparse.Namespace) -> list[str]:
     """Returns the first turns of `--prompts`, or of the prompts of `hsdraft bench`, `--limit` of them."""
-    from hf_hsdraft.bench.run import read_questions
+    from hf_hsdraft.bench.calls import read_questions
 
     paths = [given.prompts] if getattr(given, "prompts", None) else []
     return [prompt.turns[0] for prompt in read_questions(paths, getattr(given, "limit", None))]
@@ -107,7 +107,7 @@ def in_turns(
 
     `warm_up` turns come before these, and are left out. The number of the first turn, `begin`, decides about the order.
     """
-    from hf_hsdraft.bench.run import turn_order
+    from hf_hsdraft.bench.calls import turn_order
 
     found: dict[_Way, list[_Found]] = {name: [] for name in ways}
     for turn in range(turns + warm_up):

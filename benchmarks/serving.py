@@ -181,7 +181,7 @@ def _measured(
     given: Any, target: Any, drafter: Any, tokenizer: Any, requests: Sequence[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Load], dict[str, str]]:
     """Medians and the last load of each way, and why others have failed."""
-    from hf_hsdraft.bench.run import turn_order
+    from hf_hsdraft.bench.calls import turn_order
 
     ways: dict[str, Callable[..., float | None]] = {name: WAYS[name] for name in given.ways}
     if "vllm" in ways:

@@ -11,7 +11,7 @@ import torch
 from oracles.forced_drafter import ForcedDrafter, let_count, pattern
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_hsdraft.bench.run import padded_batches
+from hf_hsdraft.bench.calls import padded_batches
 from hf_hsdraft.drafters.base.draft_options import BATCH_SHARE
 from hf_hsdraft.drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter

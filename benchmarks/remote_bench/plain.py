@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_hsdraft.bench.run import DEFAULT_PROMPTS
+from hf_hsdraft.bench.calls import DEFAULT_PROMPTS
 from hf_hsdraft.runtime.target_loading import load_target
 from remote_bench.clients import Beats, options_of
 

@@ -20,9 +20,8 @@ from ..drafters.base.protocol import Drafter
 from ..runtime.prompt_inputs import encode_prompts
 from ..training.data.conversations import Prompt
 from ..training.files import write_json
-from .calls import Settings, processor
+from .calls import Measured, Settings, check_points, measure, processor, read_questions, sweep
 from .report import BenchResult, as_document
-from .run import Measured, check_points, measure, read_questions, sweep
 from .systems import PLAIN, System, Variant, make_systems, parse_variants
 
 PROFILED = 8  # greatest number of prompts in a profile

@@ -18,8 +18,7 @@ from rich.table import Column, Table
 from ..core.methods import load
 from ..runtime.misreading import tie_margin
 from ..training.data.conversations import Prompt
-from .calls import Run
-from .run import BATCH, CONTEXT, MEANING, NEW, Measured, SweepPoint
+from .calls import BATCH, CONTEXT, MEANING, NEW, Measured, Run, SweepPoint
 from .systems import PLAIN
 
 _TIES = ", ".join(

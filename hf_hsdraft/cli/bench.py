@@ -60,10 +60,9 @@ def bench(
     pictures: Annotated[Path | None, option("Folder for pictures; default: beside the JSON.", file_okay=False)] = None,
 ) -> None:
     """Compares plain decoding, drafting and other systems on the same prompts, in one process, in alternating order."""
-    from ..bench.calls import Settings
+    from ..bench.calls import BATCH, CONTEXT, NEW, NOTE, Settings
     from ..bench.plan import BenchPlan, draw, run_plan
     from ..bench.report import print_report
-    from ..bench.run import BATCH, CONTEXT, NEW, NOTE
     from ..generate.by_name import found_for_targets
 
     lists = {CONTEXT: context_lengths, BATCH: batch_sizes, NEW: new_tokens}
@@ -95,9 +94,9 @@ def bench(
 
 
 def _bench_cold(plan: Any, target: str | None, drafters: list[str] | None, dtype: Dtype, device: str) -> None:
+    from ..bench.calls import BATCH
     from ..bench.plan import draw
     from ..bench.report import define
-    from ..bench.run import BATCH
 
     if len(drafters or []) > 1 or plan.profile or plan.points.keys() - {BATCH}:
         raise typer.BadParameter("--cold takes one --drafter, and no --profile, --context-lengths or --new-tokens")
@@ -124,9 +123,8 @@ def throughput(
     device: shared.DeviceOption = "cpu",
 ) -> None:
     """Times batches of prompts with and without the drafter, sides alternating in one process."""
-    from ..bench.calls import Settings
+    from ..bench.calls import BATCH, Settings, SweepPoint, check_points, read_questions, sweep
     from ..bench.report import define, sweep_glossary, sweep_table
-    from ..bench.run import BATCH, SweepPoint, check_points, read_questions, sweep
     from ..bench.systems import System
 
     sizes = numbers(batch_sizes, "--batch-sizes", "1,2,4")

@@ -22,9 +22,8 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench.calls import Settings, processor, timed, until_end
+from ..bench.calls import BATCH, Settings, processor, timed, turn_order, until_end
 from ..bench.plan import BenchPlan
-from ..bench.run import BATCH, turn_order
 from ..bench.systems import PLAIN, System, Variant, make_systems, with_options
 from ..cpu.background import end_compilers
 from ..generate.by_name import found_for_targets

@@ -20,9 +20,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from ..bench.calls import Settings, synchronise, time_call, timed
+from ..bench.calls import Inputs, Settings, synchronise, time_call, timed
 from ..bench.report import note
-from ..bench.run import Inputs
 from ..bench.systems import System
 from ..core.cache_name import CACHE, given_cache
 from ..core.draft_tree import TreeBatch

@@ -18,11 +18,23 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, HSDrafter, harmless
-from hf_hsdraft.bench import run
-from hf_hsdraft.bench.calls import PeakMemory, Run, Settings, time_call
+from hf_hsdraft.bench import calls as timing
+from hf_hsdraft.bench.calls import (
+    BATCH,
+    CONTEXT,
+    NEW,
+    PeakMemory,
+    Run,
+    Settings,
+    check_points,
+    measure,
+    padded_batches,
+    padded_prompt,
+    time_call,
+    turn_order,
+)
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
 from hf_hsdraft.bench.report import as_document, by_system, print_report, summarise
-from hf_hsdraft.bench.run import BATCH, CONTEXT, NEW, check_points, measure, padded_batches, padded_prompt, turn_order
 from hf_hsdraft.bench.systems import PLAIN, System, make_systems, parse_variants
 from hf_hsdraft.cli.hub import enter_benchmarks
 from hf_hsdraft.cli.main import app
@@ -73,7 +85,7 @@ def test_systems_alternate_after_first_calls_that_are_apart(monkeypatch, target,
         calls.append((system.name, settings.max_new_tokens, settings.seed))
         return [[5]], Run(1, float(len(calls)), 1)
 
-    monkeypatch.setattr(run, "time_call", recorded)
+    monkeypatch.setattr(timing, "time_call", recorded)
     measured = measure(target, [System("a"), System("b", static=True)], inputs, Settings(200, seed=7), repeats=2)
     assert calls[:4] == [(PLAIN, 96, 7), ("a", 96, 7), ("b", 96, 7), ("b", 96, 7)]  # compiled, then recorded
     assert {name: each.seconds for name, each in measured.first.items()} == {PLAIN: 1.0, "a": 2.0, "b": 3.0}
@@ -450,7 +462,7 @@ def test_a_run_cut_short_leaves_a_report_of_what_there_is(saved, chatty, tokeniz
     report = saved / "report.json"
     plan = BenchPlan([write_prompts(saved / "p.jsonl", 4)], "chain", Settings(4), repeats=2, json_out=report)
     drafters = {"d": HSDrafter.from_pretrained(saved / "drafter")}
-    calls, timed = [], run.time_call
+    calls, timed = [], timing.time_call
 
     def interrupted(*arguments):
         calls.append(1)
@@ -458,12 +470,12 @@ def test_a_run_cut_short_leaves_a_report_of_what_there_is(saved, chatty, tokeniz
             raise KeyboardInterrupt
         return timed(*arguments)
 
-    monkeypatch.setattr(run, "time_call", interrupted)
+    monkeypatch.setattr(timing, "time_call", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_plan(plan, chatty, tokenizer, drafters, Console(quiet=True))
     document = json.loads(report.read_text())
     assert len(document["runs"]["chain"]) == len(document["runs"]["plain"]) == 2
-    monkeypatch.setattr(run, "time_call", timed)
+    monkeypatch.setattr(timing, "time_call", timed)
     result = run_plan(plan, chatty, tokenizer, drafters, Console(quiet=True))
     assert len(as_document(result)["runs"]["chain"]) == 8
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

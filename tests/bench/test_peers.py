@@ -19,9 +19,8 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
-from hf_hsdraft.bench.calls import Settings
+from hf_hsdraft.bench.calls import Settings, measure
 from hf_hsdraft.bench.report import summarise
-from hf_hsdraft.bench.run import measure
 from hf_hsdraft.bench.systems import PLAIN, make_systems, parse_variants
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 

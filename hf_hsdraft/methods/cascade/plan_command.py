@@ -43,10 +43,9 @@ def plan(
     expected to be faster than plain decoding and than each drafter alone with its own defaults, as measured; with
     --measure, if it was faster.
     """
-    from ...bench.calls import Settings
+    from ...bench.calls import NOTE, Settings, read_questions
+    from ...bench.calls import measure as measured_by
     from ...bench.report import BenchResult, print_report
-    from ...bench.run import NOTE, read_questions
-    from ...bench.run import measure as measured_by
     from ...drafters.lookup.cacheback import CachebackDrafter
     from ...runtime.prompt_inputs import encode_prompts
     from ...training.files import check_empty

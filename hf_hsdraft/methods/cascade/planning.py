@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ...bench.calls import Settings, synchronise, time_call, timed
-from ...bench.run import Inputs
+from ...bench.calls import Inputs, Settings, synchronise, time_call, timed
 from ...bench.systems import PLAIN, System, Variant, drafted_system
 from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Drafter, WrappedDrafter

@@ -38,7 +38,7 @@ def skip_layers(
 
     It drafts chains of the length judged best.
     """
-    from ...bench.run import spread
+    from ...bench.calls import spread
     from ...core.progress import Reporter
     from ...runtime.prompt_inputs import encode_prompts
     from ...runtime.target_loading import DEFAULT_TARGET

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ...bench.calls import Run, Settings, time_call
-from ...bench.run import WARM_UP_TOKENS, turn_order
+from ...bench.calls import WARM_UP_TOKENS, Run, Settings, time_call, turn_order
 from ...bench.systems import PLAIN, System, with_options
 from ...drafters.base.draft_options import DraftOptions
 from ...runtime.prompt_inputs import encode_prompts, end_tokens

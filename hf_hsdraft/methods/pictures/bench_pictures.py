@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...bench.calls import BATCH, CONTEXT, NEW, SweepPoint
 from ...bench.report import ROUND_PARTS, BenchResult, summarise
-from ...bench.run import BATCH, CONTEXT, NEW, SweepPoint
 from .training_pictures import COLOURS, GREY, bars, new_figure, save_figure, style
 
 if TYPE_CHECKING:
