@@ -53,16 +53,14 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return min((place for place in map(text.find, stops) if place >= 0), default=None)
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
-    """Returns a text up to its first stop string."""
-    return text[: first_stop(text, stops)]
+class StopWatch(StoppingCriteria):
+    """Ends a text with a stop string, of which special tokens may be part, and the call by the error of `check`.
 
+    `prompt` is the number of tokens before the new ones.
+    """
 
-class StopWatch:
-    """Tells whether the new tokens of a text hold a stop string; special tokens may be part of one."""
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+    def __init__(self, tokenizer: Any, stops: Sequence[str], prompt: int, check: Callable[[], None]) -> None:
+        self._tokenizer, self._stops, self._prompt, self._check = tokenizer, stops, prompt, check
         # A token holds a byte or more, a special one none, and the first may be the end of a character.
         self._reach = max((len(stop.encode()) for stop in stops), default=0) + 16
 
@@ -74,35 +72,33 @@ class StopWatch:
             for skip in (True, False)
         )
 
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._check()
+        reached = [self.reached(ids) for ids in input_ids[:, self._prompt :].tolist()]
+        return torch.tensor(reached, device=input_ids.device)
+
 
 class CutStream:
     """A `DecodeStream` that holds back what may become a stop string, and ends before the first one."""
 
     def __init__(self, stream: Any, stops: Sequence[str]) -> None:
-        self._stream, self._stops = stream, stops
-        self._held, self._ended = "", False
+        self._stream, self._stops, self._ended = stream, stops, False
+        self.held = ""  # what cannot be shown yet; the rest of a text that has ended
 
     def step(self, tokenizer: Any, token: int) -> str | None:
         """Returns the text that can be shown after one more token; `None` for none."""
         piece = self._stream.step(tokenizer, token)
         if piece is None or self._ended:
             return None
-        text = self._held + piece
-        place = first_stop(text, self._stops)
-        self._ended = place is not None
-        shown = len(text) - self._possible(text) if place is None else place
-        self._held = "" if self._ended else text[shown:]
+        text = self.held + piece
+        shown = first_stop(text, self._stops)
+        self._ended = shown is not None
+        if shown is None:  # a stop string may begin at any of the last characters
+            longest = max(map(len, self._stops), default=1) - 1
+            places = range(max(len(text) - longest, 0), len(text))
+            shown = next((at for at in places if any(stop.startswith(text[at:]) for stop in self._stops)), len(text))
+        self.held = "" if self._ended else text[shown:]
         return text[:shown] or None
-
-    def rest(self) -> str:
-        """Returns what is held back once the text has ended."""
-        return self._held
-
-    def _possible(self, text: str) -> int:
-        """Length of the longest end of a text that a stop string begins with."""
-        longest = min(max(map(len, self._stops), default=0) - 1, len(text))
-        ends = (length for length in range(longest, 0, -1) if text.endswith(tuple(s[:length] for s in self._stops)))
-        return next(ends, 0)
 
 
 class CutTokenizer:
@@ -115,10 +111,11 @@ class CutTokenizer:
         return getattr(self._real, name)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
-        return cut(self._real.decode(*args, **kwargs), self._stops)
+        text = self._real.decode(*args, **kwargs)
+        return text[: first_stop(text, self._stops)]
 
     def parse_response(self, response: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._real.parse_response(cut(self._real.decode(response), self._stops), *args, **kwargs)
+        return self._real.parse_response(self.decode(response), *args, **kwargs)
 
 
 @dataclass
@@ -162,9 +159,6 @@ class Decoder:
             return self.thread.submit(answer.decode, streamer)
         return self.together.submit(answer.call(streamer), answer.seed, answer.check)
 
-    async def idle(self) -> None:
-        await self.thread.async_submit(lambda: None)
-
     def check(self, asked: Asked) -> None:
         """Raises an HTTPException for a request that this server cannot answer, or not now."""
         asked.check_ignored()
@@ -196,7 +190,8 @@ class Decoder:
         ids = ids.to(self.target.device)
         made = [Answer(self, asked, ids, copy.copy(config), request.receive) for _ in range(asked.choices)]
         for index, answer in enumerate(made):
-            answer.seed = None if asked.seed is None else _following(asked.seed, index)
+            if asked.seed is not None:  # after the greatest seed comes 0
+                answer.seed = asked.seed + index - (2**64 if asked.seed + index >= 2**64 else 0)
             answer.processors += constraining(grammar)
         further |= {"request_id": request.state.name, "model": self.target, "model_id": self.name}
         calls = [
@@ -232,7 +227,7 @@ class Answer(BaseStreamer):
         self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         stops = asked.stops()
         self.tokenizer = CutTokenizer(decoder.tokenizer, stops) if stops else decoder.tokenizer
-        self._stops, self._watch = stops, StopWatch(decoder.tokenizer, stops)
+        self._stops, self._watch = stops, StopWatch(decoder.tokenizer, stops, ids.shape[-1], self.check)
         ends, top = end_tokens(decoder.target, config), asked.top
         own = ids.shape[-1], ends, isinstance(asked, Chatting)
         self.logprobs = None if top is None else TokenLogProbs(decoder.tokenizer, top, *own)
@@ -307,9 +302,8 @@ class Answer(BaseStreamer):
         """Returns the arguments of the target's `generate()`."""
         self.check()
         self._streamer = streamer
-        ends = _Ends(self.check, self._watch, self.inputs["input_ids"].shape[-1])
         streaming = {} if self._has_beams else {"streamer": self}  # beams take none
-        rules = {"stopping_criteria": [ends], "logits_processor": self.processors}
+        rules = {"stopping_criteria": [self._watch], "logits_processor": self.processors}
         return {**self.inputs, "generation_config": self.config, **rules, **streaming}
 
     def decode(self, streamer: Any) -> torch.Tensor:
@@ -350,18 +344,6 @@ class Answer(BaseStreamer):
             self._streamer.end()
 
 
-class _Ends(StoppingCriteria):
-    """Ends a text with a stop string, and the call by the error that `check` raises."""
-
-    def __init__(self, check: Callable[[], None], watch: StopWatch, prompt: int) -> None:
-        self._check, self._watch, self._prompt = check, watch, prompt
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self._check()
-        reached = [self._watch.reached(ids) for ids in input_ids[:, self._prompt :].tolist()]
-        return torch.tensor(reached, device=input_ids.device)
-
-
 class _CutStreamer(DirectStreamer):
     """transformers' streamer, without stop strings and what follows them."""
 
@@ -370,15 +352,10 @@ class _CutStreamer(DirectStreamer):
         self._decode_stream = CutStream(DecodeStream([], skip_special_tokens=parser is None), stops)
 
     def end(self) -> None:
-        if rest := self._decode_stream.rest():
+        if rest := self._decode_stream.held:
             for item in [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest)):
                 self._enqueue(item)
         super().end()
-
-
-def _following(seed: int, count: int) -> int:
-    """Returns a seed that torch takes: after the greatest comes 0."""
-    return seed + count if seed + count < 2**64 else seed + count - 2**64
 
 
 def told(error: Any) -> tuple[int, str, str | None]:

@@ -158,7 +158,7 @@ class Server(PromptServer):
         self._decoder.stopped.set()
         await super().shutdown(sockets)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._decoder.idle(), _GRACE_SECONDS)
+            await asyncio.wait_for(self._decoder.thread.async_submit(lambda: None), _GRACE_SECONDS)
 
 
 def report(attachment: Attachment | None) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def test_what_may_become_a_stop_string_is_held_back():
 
     def shown(pieces: list[str], stops: list[str]) -> tuple[list[str], str]:
         stream = CutStream(Pieces(), stops)
-        return [piece for piece in (stream.step(None, each) for each in pieces) if piece], stream.rest()
+        return [piece for piece in (stream.step(None, each) for each in pieces) if piece], stream.held
 
     assert shown(["a R", "iv", "al", " b"], ["River"]) == (["a ", "Rival", " b"], "")
     assert shown(["a R", "iv", "er b", "c"], ["River"]) == (["a "], "")
