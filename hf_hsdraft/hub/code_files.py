@@ -13,7 +13,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +63,6 @@ _NO_NETWORK = """\
 _RELATIVE = re.compile(r"from\s+\.[.\w]*\s+import\b")
 
 
-def relative_imports(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yields line number (from 0) and file of each relative import; an ImportError if it names no file."""
-    for line, dots, module in _imports(path.read_text(encoding="utf-8")):
-        file = path.parents[dots - 1].joinpath(*module.split(".")).with_suffix(".py")
-        if not module or not file.is_file():
-            raise ImportError(
-                f"{path.name}, line {line}: expected `from {'.' * dots}file import name` with a file of that name, as "
-                "code that travels with a drafter has to import"
-            )
-        yield line - 1, file
-
-
 @functools.lru_cache(maxsize=64)
 def _imports(text: str) -> tuple[tuple[int, int, str], ...]:
     """Line number, number of dots and module of each relative import; each checkpoint of a training asks for them."""
@@ -83,38 +71,44 @@ def _imports(text: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((node.lineno, node.level, node.module or "") for node in found)
 
 
-def closure(entries: Sequence[Path]) -> list[Path]:
-    """Files and all that they import, ordered by name; an ImportError if two of the same name would collide."""
-    found: set[Path] = set()
-    waiting = [path.resolve() for path in entries]
-    while waiting:
-        path = waiting.pop()
-        if path not in found:
-            found.add(path)
-            waiting += [file.resolve() for _, file in relative_imports(path)]
-    files = sorted(found, key=lambda path: path.name)
-    twice = sorted({one.name for one, other in itertools.pairwise(files) if one.name == other.name})
-    if twice:
-        raise ImportError(
-            f"code that travels with a drafter needs a different name for each file: there are several {twice[0]}"
-        )
-    return files
+def flattened(path: Path) -> tuple[str, list[Path]]:
+    """A module's text with each relative import rewritten to `from .file import ...`, and the files that it imports.
 
-
-def flattened(path: Path) -> str:
-    """A module's text with each relative import rewritten to `from .file import ...`."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for line, file in relative_imports(path):
-        lines[line] = _RELATIVE.sub(f"from .{file.stem} import", lines[line], count=1)
-    return "".join(lines)
+    Raises an ImportError if an import names no file.
+    """
+    text, files = path.read_text(encoding="utf-8"), list[Path]()
+    lines = text.splitlines(keepends=True)
+    for line, dots, module in _imports(text):
+        file = path.parents[dots - 1].joinpath(*module.split(".")).with_suffix(".py")
+        if not module or not file.is_file():
+            raise ImportError(
+                f"{path.name}, line {line}: expected `from {'.' * dots}file import name` with a file of that name, as "
+                "code that travels with a drafter has to import"
+            )
+        lines[line - 1] = _RELATIVE.sub(f"from .{file.stem} import", lines[line - 1], count=1)
+        files.append(file.resolve())
+    return "".join(lines), files
 
 
 def write_flat(entries: Sequence[Path], folder: Path) -> list[str]:
-    """Writes the flattened closure of some files into a folder; returns the file names."""
-    files = closure(entries)
-    for path in files:
-        (folder / path.name).write_text(flattened(path), encoding="utf-8")
-    return [path.name for path in files]
+    """Writes some files and all that they import, flattened, into a folder; returns the names.
+
+    Raises an ImportError, before it writes anything, if two files of the same name would collide.
+    """
+    texts, waiting = dict[Path, str](), [path.resolve() for path in entries]
+    while waiting:
+        path = waiting.pop()
+        if path not in texts:
+            texts[path], imported = flattened(path)
+            waiting += imported
+    names = sorted(path.name for path in texts)
+    if twice := [one for one, other in itertools.pairwise(names) if one == other]:
+        raise ImportError(
+            f"code that travels with a drafter needs a different name for each file: there are several {twice[0]}"
+        )
+    for path, text in texts.items():
+        (folder / path.name).write_text(text, encoding="utf-8")
+    return names
 
 
 def write_code(family: Any, folder: Path) -> str:

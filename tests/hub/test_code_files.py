@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 
 import hf_hsdraft
 from hf_hsdraft import HSDraftConfig, HSDrafter
-from hf_hsdraft.hub.code_files import closure, write_code, write_flat
+from hf_hsdraft.hub.code_files import write_code, write_flat
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
 # Files that a careful person reads before trusting them.
@@ -92,7 +92,7 @@ def test_imports_of_any_depth_and_form_are_rewritten(tmp_path):
 )
 def test_code_that_could_not_travel_is_told(tmp_path, files, told):
     with pytest.raises(ImportError, match=told.replace("(", r"\(")):
-        closure([package(tmp_path, **files) / "entry.py"])
+        write_flat([package(tmp_path, **files) / "entry.py"], tmp_path)
 
 
 def test_a_saved_drafter_names_entry_and_code(tmp_path):
