@@ -28,12 +28,12 @@ from ..hub.model_card import (
     GAP,
     chain_length,
     circumstances,
+    facts,
     is_chain,
     parameters_and_bytes,
     read_figures,
     read_recipe,
     shown_figure,
-    trunk_in_words,
 )
 
 load_families()
@@ -100,25 +100,14 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
     if family != HSDraftConfig.model_type:
         return _briefly(name, family, folder)
     config = HSDraftConfig.from_dict(read_json(folder / CONFIG))
-    options = {"num_assistant_tokens": config.num_draft_steps, "tree_size": config.tree_size}
-    options |= read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
     recipe, figures = read_recipe(folder), read_figures(folder)
     found = {
         "drafter": {
             "name": name,
             **({} if os.path.isdir(name) else {"commit": folder.name}),
-            "target": config.target_name or "not named",
-            "its revision": config.target_revision or "not recorded",
-            "its tokenizer's digest": config.target_tokenizer_hash or "not recorded",
-            "its sizes": f"hidden size {config.target_hidden_size}, {config.target_num_hidden_layers} layers, "
-            f"vocabulary {config.vocab_size:,}",
+            **{title: printable(text, 400) for title, text in facts(folder, config.to_dict()).items()},
             "weights": _weights(folder, config, with_weights),
-            "format": f"{config.format_version}",
-            "draft": f"{printable(options['num_assistant_tokens'])} deep, {printable(options['tree_size'])} nodes, "
-            f"{config.draft_vocab_size:,} tokens",
-            "reads": f"hidden states {', '.join(map(str, config.target_tap_layers))}; {config.injector} injector, "
-            f"{config.head} head",
-            "trunk": trunk_in_words(config.to_dict()),
+            "injector and head": f"{config.injector}, {config.head}",
         },
         "training recipe": {printable(title): printable(line, 400) for title, line in recipe["training"].items()}
         or {"recipe": "none recorded"},

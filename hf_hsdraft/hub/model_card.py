@@ -236,6 +236,11 @@ def render_card(folder: Path, name: str) -> str:
         metadata.tags = ["speculative-decoding"]
     rule = read_document(folder / OPTIONS).get("verification")
     measured = [variant for benchmark in benchmarks for variant in benchmark["ours"]]
+    shown_facts: dict[str, str] = {}
+    if of_paper and adapts is None:
+        parameters, size = parameters_and_bytes(folder)
+        shown_facts = {"parameters": f"{parameters / 1e6:.1f}M, {size / 1e6:.1f} MB"}
+        shown_facts |= facts(folder, {**config, "target_name": shown_target})
     of_text: dict[str, Any] = {
         "table": table, "cell": cell, "code": code, "quoted": json.dumps, "gap": GAP, "paper": PAPER, "mark": MARK,
         "name": name, "title": name.rsplit("/", 1)[-1], "target": target, "shown_target": shown_target,
@@ -247,7 +252,7 @@ def render_card(folder: Path, name: str) -> str:
         **of_text,
         reads_states=reads_states,
         family=str(config.get("speculators_model_type") or config.get("model_type")),
-        facts=_facts(folder, config, shown_target) if of_paper and adapts is None else {},
+        facts=shown_facts,
         has_code=bool(config.get("auto_map")),
         alone=stands_alone(config.get("auto_map")),
         benchmarks=[shown_benchmark(each) for each in benchmarks],
@@ -304,15 +309,15 @@ def circumstances(settings: Mapping[str, Any]) -> list[str]:
     return [settings["dtype"], f"{settings['max_new_tokens']} tokens", *drawn]
 
 
-def _facts(folder: Path, config: Mapping[str, Any], shown_target: str) -> dict[str, str]:
-    """Sizes and other facts of a hidden-state drafter, by title."""
-    parameters, size = parameters_and_bytes(folder)
+def facts(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Facts of a hidden-state drafter and its target, by title, from its configuration and options."""
     window = config.get("sliding_window")
     options = {**config, **read_document(folder / OPTIONS)}
     depth = options.get("num_assistant_tokens") or config.get("num_draft_steps")
     return {
-        "parameters": f"{parameters / 1e6:.1f}M, {size / 1e6:.1f} MB",
-        "target": " at revision ".join(filter(None, [shown_target, config.get("target_revision", "")])),
+        "target": " at revision ".join(
+            filter(None, [config.get("target_name") or "not named", config.get("target_revision")])
+        ),
         "its hidden size, layers, vocabulary": ", ".join(
             f"{config.get(field, '?'):,}" if isinstance(config.get(field), int) else "?"
             for field in ("target_hidden_size", "target_num_hidden_layers", "vocab_size")
