@@ -70,7 +70,7 @@ class BenchPlan:
 
     @property
     def takes_drafter(self) -> bool:
-        return any(variant.drafts for variant in self.parsed)
+        return any(variant.system is None for variant in self.parsed)
 
     @property
     def texts(self) -> list[str]:

@@ -54,10 +54,6 @@ class Variant:
         kind, sign, place = self.text.partition("=")
         return f"{kind}={public_name(place)}" if sign and self.system else self.text
 
-    @property
-    def drafts(self) -> bool:
-        return self.system is None
-
     def each(self, drafter: Drafter) -> list[Variant]:
         """Returns the variants it expands to: chains of all lengths for `chains`, otherwise itself."""
         if self.kind != _CHAINS:
@@ -127,10 +123,6 @@ class System:
     drafts_later: bool = False  # whether nothing is drafted in the prompt's forward
     packed: bool = False  # whether the target's weights are packed for the whole call
     exact: bool = True  # whether its verification keeps the target's distribution
-
-    @property
-    def may_be_left_out(self) -> bool:
-        return not self.ours and self.name != PLAIN
 
     def shown_options(self) -> dict[str, Any]:
         """Returns the drafting options in force, for the report."""

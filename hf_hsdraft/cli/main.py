@@ -110,6 +110,8 @@ def _running(body: Callable[..., Any]) -> Callable[..., Any]:
 def _load_packages() -> None:
     """Loads PyTorch and transformers. Raises an ImportError if transformers is too old."""
     with contextlib.nullcontext() if "torch" in sys.modules else working("loading PyTorch and transformers"):
+        from ..transformers_version import needs_newer
+
         if (why := needs_newer()) is not None:
             raise ImportError(why)
         from transformers.utils.logging import disable_progress_bar
@@ -122,13 +124,6 @@ def _load_packages() -> None:
 
 
 _arrange()
-
-
-def needs_newer() -> str | None:
-    """See `transformers_version`; transformers is not loaded before."""
-    from ..transformers_version import needs_newer as found
-
-    return found()
 
 
 def _print_version(asked: bool) -> None:

@@ -147,7 +147,7 @@ def test_two_runs_in_one_folder_are_refused_before_a_target_is_loaded(tmp_path):
 
 
 def test_an_old_transformers_is_named_before_anything_is_loaded(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(cli, "needs_newer", lambda: "transformers 5.1 is installed")
+    monkeypatch.setattr("hf_hsdraft.transformers_version.needs_newer", lambda: "transformers 5.1 is installed")
     monkeypatch.setattr("sys.argv", ["hsdraft", "find", str(unloadable(tmp_path / "target"))])
     with pytest.raises(SystemExit) as ended:
         cli.main()
