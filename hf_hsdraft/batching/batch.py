@@ -32,19 +32,19 @@ _ROOM = 10**6  # number of tokens that a batch without an end may emit
 
 
 class BatchForesight:
-    """What drafts may know of coming draws, as `verify.foresight.Foresight`; `texts.at` are the texts by row."""
+    """What drafts may know of coming draws, as `verify.foresight.Foresight`; `texts.rows` are the texts by row."""
 
     def __init__(self, texts: Any, vocab_size: int) -> None:
         self._texts, self.vocab_size = texts, vocab_size
 
     def _of(self, row: int) -> Foresight | None:
-        found: Foresight | None = self._texts.at[row].decoded.foresight
+        found: Foresight | None = self._texts.rows[row].decoded.foresight
         return None if found is None or not found.draws[0].foreseeable else found
 
     @property
     def warper_names(self) -> tuple[str, ...]:
         """The cost of drafting depends on them."""
-        found = (text.decoded.foresight for text in self._texts.at.values())
+        found = (text.decoded.foresight for text in self._texts.rows.values())
         return tuple(sorted({name for each in found if each is not None for name in each.warper_names}))
 
     def race(self, rows: Sequence[int], depth: int, vocab_ids: torch.Tensor) -> Any:
@@ -85,55 +85,51 @@ class BatchTexts:
 
     def __init__(self, verifier: Verifier, rows: int, vocab_size: int) -> None:
         self.verifier, self.pad_token_id = verifier, 0
-        self.at: dict[int, Text] = {}
-        self._rows = range(rows)
+        self.rows: dict[int, Text] = {}
+        self._places = rows
         self.foresight = BatchForesight(self, vocab_size)
 
     @property
     def active(self) -> list[int]:
         """All: those that have ended leave before the next round."""
-        return list(self.at)
+        return list(self.rows)
 
     @property
     def ids(self) -> Any:
-        return next(iter(self.at.values())).decoded.ids
-
-    @property
-    def rows(self) -> Mapping[int, Text]:
-        return self.at
+        return next(iter(self.rows.values())).decoded.ids
 
     def of_rows(self, rows: Sequence[int]) -> torch.Tensor:
-        ids = [self.at[row].decoded.ids.all() for row in rows]
+        ids = [self.rows[row].decoded.ids.all() for row in rows]
         longest = max(each.shape[1] for each in ids)
         return torch.cat([F.pad(each, (longest - each.shape[1], 0)) for each in ids])
 
     def new_tokens(self, row: int) -> int:
-        return self.at[row].decoded.new_tokens(0)
+        return self.rows[row].decoded.new_tokens(0)
 
     def last_token(self, row: int) -> int:
-        return self.at[row].emitted[-1]
+        return self.rows[row].emitted[-1]
 
     def room(self, row: int) -> int:
-        return self.at[row].decoded.room(0) if row in self.at else 0
+        return self.rows[row].decoded.room(0) if row in self.rows else 0
 
     def prune(self, row: int, tree: DraftTree) -> DraftTree:
-        return self.at[row].prune(tree)
+        return self.rows[row].prune(tree)
 
     def judge(self, row: int, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor, choices: Any) -> Verdict:
-        return self.at[row].judge(tree, logits, taps)
+        return self.rows[row].judge(tree, logits, taps)
 
     def emit(self, row: int, tree: DraftTree, verdict: Verdict, steps: Sequence[Any]) -> None:
-        self.at[row].emit(tree, verdict)
+        self.rows[row].emit(tree, verdict)
 
     def end_batch(self) -> None:
         """Nothing: no criterion of a text looks at the others."""
 
     def stream(self) -> None:
-        for text in self.at.values():
+        for text in self.rows.values():
             text.stream()
 
     def beyond_end(self) -> list[int]:
-        return [0 for _ in self._rows]
+        return [0] * self._places
 
 
 class TextSessions(Session):
@@ -178,7 +174,7 @@ class Batch(LocalTarget):
         super().__init__(call, DraftLimits(call, TextPositions.of_places(call.rows)), taps)
         runtime.leaves_gaps = self._texts_leave = False  # they leave by `change`
         runtime.rows = TextRows.of_slots(list(runtime.rows.kept), device_of(call.target))
-        self.rows, self.texts.at[0] = [], text
+        self.rows, self.texts.rows[0] = [], text
         self._misread: int | None = None  # number of slots with which drafts were misread
         self._several: bool | None = None  # whether what is known is of several texts
 
@@ -191,7 +187,7 @@ class Batch(LocalTarget):
 
         So the keys and values of the other rows are not copied.
         """
-        leaving = [row for row in self.rows if self.texts.at[row].ended]
+        leaving = [row for row in self.rows if self.texts.rows[row].ended]
         if not leaving and not joining:
             return
         rows = list(self.rows)
@@ -203,7 +199,7 @@ class Batch(LocalTarget):
             take_in(self._runtime, self._runtime.ended, text.handed_over(), at)
             if at is None:
                 rows.append(row)
-            self.texts.at[row] = text
+            self.texts.rows[row] = text
             joined.append(row)
         if leaving:
             places = [place for place, row in enumerate(rows) if row not in leaving]
@@ -215,12 +211,12 @@ class Batch(LocalTarget):
     def _settle(self, drafting: Drafting, rows: list[int], joined: Sequence[int]) -> None:
         """Continues with the texts at `rows`, in the order of the runtime's rows; `joined` are new among them."""
         before, self.rows = len(self.rows), rows
-        self.texts.at = {row: self.texts.at[row] for row in rows}
+        self.texts.rows = {row: self.texts.rows[row] for row in rows}
         drafting.keep([row for row in rows if row not in joined])
         if not rows:
             return
         self._runtime.num_texts = len(rows)
-        self._roots[:] = [self.texts.at[row].root if row in rows else 0 for row in range(self._call.rows)]
+        self._roots[:] = [self.texts.rows[row].root if row in rows else 0 for row in range(self._call.rows)]
         self._limits.look_ahead()
         if self._misread is not None and self._runtime.length < self._misread:
             self._limits.begin_again()
@@ -230,7 +226,7 @@ class Batch(LocalTarget):
         if self._limits.options.depth and self._runtime.length >= self._limits.known_until:
             self._keep_up(rows)
         if joined:
-            drafting.observe([self.texts.at[row].news_of_prompt(row, self.own_taps) for row in joined])
+            drafting.observe([self.texts.rows[row].news_of_prompt(row, self.own_taps) for row in joined])
         self.set_pace(drafting, min(len(rows) / max(before, 1), 1.0))
 
     def prepare(self, drafting: Drafting) -> None:
@@ -252,7 +248,7 @@ class Batch(LocalTarget):
     def news(self, read: Any, verdicts: dict[int, Verdict]) -> list[Accepted]:
         found = super().news(read, verdicts)
         for row in verdicts:
-            self.texts.at[row].root = self._roots[row]
+            self.texts.rows[row].root = self._roots[row]
         return found
 
 
@@ -268,7 +264,7 @@ class BatchKeeper(Keeper):
         self._tally.took(self.statistics)
         pace = None if self._drafting is None else self._drafting.pace
         for nodes, each in zip(done.nodes, done.news, strict=True):
-            own = self._batch.texts.at[each.row].statistics
+            own = self._batch.texts.rows[each.row].statistics
             own.target_forwards += done.forwards
             own.row_forwards += done.forwards
             own.accepted_lengths.append(each.num_drafted)

@@ -290,18 +290,14 @@ class Text:
         places, known = torch.arange(self.root - len(taps), self.root), ids[:-1][-MOST_KNOWN:].tolist()
         return Accepted(row, [self.decoded.last_token(0)], taps, places, ids[-len(taps) :], known)
 
-    @property
-    def prompt_and_answer(self) -> tuple[list[int], list[int]]:
-        ids, begin = self.decoded.ids.of(0)[0].tolist(), self.decoded.prompt_length
-        return ids[:begin], ids[begin : begin + self.decoded.new_tokens(0)]
-
     def finished(self, index: int, history: Any) -> FinishedText:
         """Ends it as request `index`; the `history` remembers it, if there is one."""
         output = None
         try:
             output = self._output()
             if history is not None and self.error is None:
-                history.remember([self.prompt_and_answer])
+                ids, begin = self.decoded.ids.of(0)[0].tolist(), self.decoded.prompt_length
+                history.remember([(ids[:begin], ids[begin : begin + self.decoded.new_tokens(0)])])
         except Exception as error:
             self.error = self.error or error
         output = None if self.error is not None else output

@@ -8,7 +8,6 @@ import inspect
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
@@ -123,7 +122,7 @@ class Grammars:
 
     def __init__(self, target: Any, tokenizer: Any, seconds: float) -> None:
         self._target, self._tokenizer, self._seconds = target, tokenizer, seconds
-        self._turn, self._late = asyncio.Lock(), list[threading.Thread]()
+        self._turn, self._late, self._thread = asyncio.Lock(), list[Future[Any]](), ThreadPoolExecutor(1, "grammars")
         self._compiler: Any = None
 
     async def of(self, asked: ChatRequest) -> Any:
@@ -145,25 +144,16 @@ class Grammars:
             raise refused(_FORMAT, f"xgrammar cannot compile the schema: {said}") from error
 
     async def _of_thread(self, schema: str) -> Any:
-        self._late = [thread for thread in self._late if thread.is_alive()]
+        self._late = [each for each in self._late if not each.done()]
         if len(self._late) >= _MOST_LATE:
             raise refused(_FORMAT, "earlier grammars are still being compiled: try again later", 503)
-        done = Future[Any]()
-        done.set_running_or_notify_cancel()
-
-        def work() -> None:
-            try:
-                done.set_result(self._compiled(schema))
-            except BaseException as error:
-                done.set_exception(error)
-
-        thread = threading.Thread(target=work, name="grammar", daemon=True)
-        thread.start()
+        done = self._thread.submit(self._compiled, schema)
         try:
             return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
-            self._late.append(thread)
+            self._late.append(done)
             self._compiler = None  # it may be locked
+            self._thread = ThreadPoolExecutor(1, "grammars")
             raise
 
     def _compiled(self, schema: str) -> Any:
