@@ -223,12 +223,13 @@ def verification_options(text: str) -> dict[str, Any]:
 
     Raises a ValueError if there is no such rule or option, or the value is out of range.
     """
-    from ..verify.registry import VERIFIERS, lossy_rule
+    from ..core.methods import load
+    from ..verify.registry import VERIFIERS
 
     rule, further, _ = text.partition("+")
     if rule not in VERIFIERS:
         raise ValueError(f"verification={rule!r} is invalid: expected one of {', '.join(VERIFIERS)}")
-    return {"verification": rule, **(lossy_rule(text)[1] if further else {})}
+    return {"verification": rule, **(load("parsing", "lossy rule").lossy_rule(text)[1] if further else {})}
 
 
 def set_verification(drafter: Any, text: str) -> None:

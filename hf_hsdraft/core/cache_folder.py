@@ -43,35 +43,23 @@ def private_folder(name: str) -> Path:
         return _own_folder(_of_this_process() / name)
 
 
-def check_place(path: str | os.PathLike[str], make: bool = False) -> Path:
-    """Returns a folder's path without links; `make` makes the folder if it is missing.
+def check_place(path: str | os.PathLike[str], make: bool = False, links: int = _MOST_LINKS) -> Path:
+    """Returns a folder's path without links, at most so many; `make` makes the folder if it is missing.
 
     Raises an OSError if there is none, or if another user could exchange it. Each link and folder of its path must
     belong to this user or root, and no other user may write to the folders, except to sticky ones, as `/tmp`, where
     entries keep their owners.
     """
-    path = Path(os.path.abspath(path))
-    found, left, links = Path(path.anchor), [*reversed(path.parts[1:])], 0
-    _check(found)
-    while left:
-        part = left.pop()
-        if part == "..":  # of a link
-            found = found.parent
-            continue
-        entry = found / part
+    path = Path(path).absolute()
+    for entry in (*reversed(path.parents), path):
         if make and not os.path.lexists(entry):
             entry.mkdir(mode=0o700, exist_ok=True)
         _check(entry)
-        if not entry.is_symlink():
-            found = entry
-            continue
-        links += 1
-        if links > _MOST_LINKS:
-            raise OSError(f"{path} has too many links: expected a folder")
-        target = Path(os.readlink(entry))
-        found = Path(target.anchor) if target.is_absolute() else found
-        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-    return found
+        if entry.is_symlink():
+            if not links:
+                raise OSError(f"{path} has too many links: expected a folder")
+            return check_place(entry.parent / os.readlink(entry) / path.relative_to(entry), make, links - 1)
+    return Path(os.path.normpath(path))
 
 
 def is_own(path: Path) -> bool:

@@ -128,11 +128,8 @@ def check_fields(config: Any) -> None:
         check_field(each, getattr(config, each.name))
 
 
-def misfit_of(wanted: Any, target: Any, unknown: bool = False, padding: int = 0) -> str:
-    """Returns which size of a target is not that of a drafter's configuration, or ""; with `unknown`, None fits all.
-
-    The drafter's vocabulary may be larger by `padding`.
-    """
+def misfit_of(wanted: Any, target: Any) -> str:
+    """Returns which size of a target is not that of a drafter's configuration, or ""."""
     config = target.config.get_text_config(decoder=True)
     layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
     for name, found, expected in (
@@ -140,9 +137,7 @@ def misfit_of(wanted: Any, target: Any, unknown: bool = False, padding: int = 0)
         ("hidden_size", config.hidden_size, wanted.target_hidden_size),
         ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
     ):
-        if name == "vocab_size" and expected is not None and found < expected <= found + padding:
-            continue
-        if found != expected and not (unknown and expected is None):
+        if found != expected:
             return f"the target has {name}={found}, the drafter expects {expected}"
     return ""
 

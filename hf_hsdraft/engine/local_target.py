@@ -11,7 +11,7 @@ import torch
 
 from ..core.draft_tree import DraftTree
 from ..core.tensors import on_device
-from ..drafters.base.protocol import Accepted, Call, Session, Verified
+from ..drafters.base.protocol import Accepted, Call, Session
 from ..pace.pacing import KindOfCall
 from ..runtime.findings import kind_of_call
 from ..runtime.tree_reading import TargetOutput, picked_taps
@@ -177,7 +177,7 @@ class LocalTarget:
         if follow is None or batch is None or self._call.rows > 1 or not self._texts.follows_logits:
             return None
         choices, taps = read.output.logits[0].max(dim=-1).indices, self.own_taps(read.output.taps[0])
-        return follow(Verified(batch.tokens[0], batch.depths[0], batch.ancestors[0], choices, taps, self._roots[0]))
+        return follow(batch, choices, taps, self._roots[0])
 
     def commit(self, read: Read, verdicts: dict[int, Verdict]) -> None:
         texts, runtime = self._texts, self._runtime

@@ -26,7 +26,7 @@ _MTP, NGRAMS = "mtp", "ngrams"  # no files; a folder of such a name is "./mtp", 
 
 
 def load_drafter(
-    name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: Any = "cpu", **loading: Any
+    name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: Any = None, **loading: Any
 ) -> Any:
     """Loads a drafter of any family, by `AutoDrafter.from_pretrained`. `dtype` `None` is the dtype of the files.
 
@@ -39,7 +39,10 @@ def load_drafter(
         )
     if name == NGRAMS:
         return CachebackDrafter(**loading)
-    drafter = _from_files(name, **(loading if dtype is None else {"dtype": dtype, **loading}))
+    near = nearest_option(name, (_MTP, NGRAMS)) if isinstance(name, str) and not os.path.isdir(name) else ""
+    if near and is_misspelt(str(name), near):
+        raise OSError(f"there is no drafter {name!r}: the nearest name is {near!r}, which needs no files")
+    drafter = AutoDrafter.from_pretrained(name, **(loading if dtype is None else {"dtype": dtype, **loading}))
     return drafter.to(device).eval() if isinstance(drafter, nn.Module) else drafter
 
 
@@ -63,20 +66,11 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
         if others := sorted(loading.keys() - {"cache_dir", "revision"}):
             raise TypeError(f"{name!r} names the target's own layers, which take no {', '.join(others)}")
         return _of_own_layers(target, **loading)
-    if name == NGRAMS:
-        return CachebackDrafter(**loading)
-    return _beside(target, _from_files(name, **{"dtype": target.dtype, **loading}))
+    return _beside(target, load_drafter(name, **{"dtype": target.dtype, **loading}))
 
 
 def _of_own_layers(target: Any, **loading: Any) -> Any:
     return load("finder", _MTP).MtpDrafter.for_target(target, **loading)
-
-
-def _from_files(name: str | os.PathLike[str], **loading: Any) -> Any:
-    near = nearest_option(name, (_MTP, NGRAMS)) if isinstance(name, str) and not os.path.isdir(name) else ""
-    if near and is_misspelt(str(name), near):
-        raise OSError(f"there is no drafter {name!r}: the nearest name is {near!r}, which needs no files")
-    return AutoDrafter.from_pretrained(name, **loading)
 
 
 def best_for(target: Any) -> Any:

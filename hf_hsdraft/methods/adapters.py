@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from transformers.utils import find_adapter_config_file
 
 from ..core.checks import demand
 from ..core.forks import new_lock
@@ -73,6 +74,17 @@ def adapted(drafter: Any, name: str | None = None) -> Any:
         view = views[key]
         view.generation_config = drafter.generation_config
         return view
+
+
+def in_subfolder(place: str, name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `load_adapter`, with the subfolder of an adapter's name where a repository has one."""
+    hub = dict(kwargs.get("adapter_kwargs") or {})
+    if "subfolder" in hub:
+        return dict(kwargs)
+    local = bool(kwargs.get("local_files_only") or hub.get("local_files_only"))
+    known = {each: hub[each] for each in ("cache_dir", "revision", "token") if each in hub}
+    found = find_adapter_config_file(place, local_files_only=local, **known, subfolder=name)
+    return {**kwargs, "adapter_kwargs": hub | {"subfolder": name}} if found else dict(kwargs)
 
 
 def with_lora(drafter: Any, rank: int, name: str | None = None) -> Any:

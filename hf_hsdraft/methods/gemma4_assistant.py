@@ -21,7 +21,7 @@ from ..core.refusals import DraftingRefused
 from ..core.tensors import on_device
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, weights_of
-from ..drafters.base.registry import TREES, Fit, TargetInfo, fit_of, misfit
+from ..drafters.base.registry import TREES, Fit, TargetInfo
 from ..drafters.base.target_weights import borrow
 from ..drafters.base.tree_session import TreeSession
 from ..runtime.target_limits import decoder_layers, text_config
@@ -32,7 +32,7 @@ from .language_model.lm_files import read_config
 from .published.checkpoint import AnyCheckpoint
 from .published.formats import IN_TURN, Format, fields_told, register_format
 from .published.levels import LevelExpansion
-from .published.target_sizes import TargetSizes
+from .published.target_sizes import TargetSizes, fit_by_sizes, misfit
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
@@ -227,7 +227,7 @@ def _fit(checkpoint: AnyCheckpoint, target: TargetInfo, named: Collection[str]) 
     own = read_config(checkpoint.folder)
     if why_not_shared(own.get_text_config(), target.config.get_text_config(decoder=True)):
         return None
-    return fit_of(_sizes(own), target, named)
+    return fit_by_sizes(_sizes(own), target, named)
 
 
 def _describe(checkpoint: AnyCheckpoint) -> dict[str, str]:

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..core.draft_tree import DraftTree, FoundNodes, TreeLimits, searched
+from ..core.draft_tree import DraftTree, FoundNodes, TreeBatch, TreeLimits, searched
 from ..core.forks import new_lock
 from ..core.tensors import on_device, shared_attention
 from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Accepted, Ask, Call, Verified
+from ..drafters.base.protocol import Accepted, Ask, Call
 from ..drafters.base.target_weights import TargetWeights
 from ..drafters.base.tree_session import ParallelExpansion
 from ..drafters.hidden_state.draft_session import HSDraftSession, KeyValues, Pairs, RollOut, bias_of
@@ -36,6 +36,27 @@ from ..gpu.fixed_shapes import compiled
 # They hold a multiple of so many positions - by hand: few sizes to compile, masks in whole vectors.
 STATIC_POSITIONS = 256
 SPARE_ROLL_OUTS = 4  # number of compiled roll-outs that a drafter's weights keep - by hand
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A greedy text's forward over a tree, root first and padded, on the device: nothing of it has been read back."""
+
+    tokens: torch.Tensor  # `[N]`, int64, of the nodes
+    depths: torch.Tensor  # `[N]`, int64, of the nodes
+    ancestors: torch.Tensor  # `[N, N]`, bool, True where the row's node may see the column's: its ancestors and itself
+    choices: torch.Tensor  # `[N]`, int64, the target's choices
+    taps: torch.Tensor  # `[N, taps * D]`, the hidden states that the drafter reads
+    position: int  # the root's
+
+    @classmethod
+    def of(cls, batch: TreeBatch, choices: torch.Tensor, taps: torch.Tensor, position: int) -> Verified:
+        return cls(batch.tokens[0], batch.depths[0], batch.ancestors[0], choices, taps, position)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Verified:
+        """Moves all to a device, and casts the taps."""
+        tokens, depths, ancestors = self.tokens.to(device), self.depths.to(device), self.ancestors.to(device)
+        return Verified(tokens, depths, ancestors, self.choices.to(device), self.taps.to(device, dtype), self.position)
 
 
 class StaticText:
@@ -413,10 +434,11 @@ class StaticSession(HSDraftSession):
         self._sizes = sizes
         return [found.best_tree(0, options.tree_size, depth, options.threshold)]
 
-    def follow(self, forward: Verified) -> list[int] | None:
+    def follow(self, batch: TreeBatch, choices: torch.Tensor, taps: torch.Tensor, position: int) -> list[int] | None:
         """See [`Session`]; a text that drafted nothing in this round does not draft now."""
         if self._sizes is None:
             return None
+        forward = Verified.of(batch, choices, taps, position)
         self._followed = self._roll_out.follow(forward.to(self.drafter.device, self.drafter.dtype), *self._sizes)
         self.followed = self._followed.seconds
         return self._followed.choices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,31 +122,3 @@ def free_options(stored: Mapping[str, Any], where: Any) -> tuple[dict[str, Any],
         f"this. To use it, load the drafter, set drafter.generation_config.{refused[0]}, and pass the drafter "
         "itself, not its name"
     )
-
-
-BESIDE = ("ngram_continuation", "num_assistant_tokens", "tree_size")  # options of drafts, allowed beside a rule's
-
-
-def lossy_rule(text: str) -> tuple[str, dict[str, Any]]:
-    """Reads a lossy rule with the options set: `fly`, or `fly+fly_entropy=0.5+fly_window=2`.
-
-    Raises a ValueError for unknown names and bad values.
-    """
-    name, *parts = text.strip().split("+")
-    lossy = [each for each in VERIFIERS if is_lossy(each)]
-    if name not in lossy:
-        raise ValueError(f"{name!r} is no lossy rule: expected some of {', '.join(lossy)}")
-    own, options = {option.name: option for option in VERIFIERS[name].own_options}, {}
-    for part in parts:
-        option, sign, given = part.partition("=")
-        if option in BESIDE and given.isdecimal():
-            options[option] = int(given)
-            continue
-        if option not in own or not sign:
-            raise ValueError(f"{name} has no option {part!r}: expected some of {', '.join([*own, *BESIDE])}, as a=b")
-        value: Any = given
-        with contextlib.suppress(ValueError):  # `checked` refuses what is no number
-            number = float(given)
-            value = int(number) if isinstance(own[option].default, int) and number.is_integer() else number
-        options[option] = own[option].checked(value)
-    return name, options

@@ -194,7 +194,7 @@ def test_arguments_and_options_that_do_not_exist_are_told_with_the_nearest(tmp_p
             load(tmp_path, tree_sze=5)
     with pytest.raises(ValueError, match="tree_size=0 is invalid"):
         CachebackDrafter(tree_size=0)
-    with pytest.raises(ValueError, match=r"tree_sze is no option.*tree_size"):
+    with pytest.raises(ValueError, match=r"no drafting option tree_sze.*tree_size"):
         CachebackDrafter(tree_sze=5)
 
 

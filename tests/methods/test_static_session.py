@@ -14,11 +14,11 @@ from oracles.device_reads import host_reads
 
 from hf_hsdraft.core.draft_tree import DraftTree, TreeBatch
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Verified
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
 from hf_hsdraft.methods.lossy.continuation import extended, likeliest_path
-from hf_hsdraft.methods.static_roll_out import StaticRollOut, StaticSession, chosen_path, keep_in_place
+from hf_hsdraft.methods.static_roll_out import StaticRollOut, StaticSession, Verified, chosen_path, keep_in_place
 from hf_hsdraft.verify.verdict import walk
 
 STEPS, SIZE = 4, 24
@@ -44,6 +44,11 @@ def verified(tree: DraftTree, choices: list[int], taps: torch.Tensor, position: 
     rows = torch.cat([taps, torch.full((padding, taps.shape[1]), torch.inf)])
     padded = torch.tensor([*choices, *[choices[0]] * padding])
     return Verified(batch.tokens[0], batch.depths[0], batch.ancestors[0], padded, rows, position)
+
+
+def follow(session: StaticSession, forward: Verified) -> list[int] | None:
+    batch = TreeBatch(forward.tokens[None], forward.depths[None], forward.ancestors[None])
+    return session.follow(batch, forward.choices, forward.taps, forward.position)
 
 
 def test_tensors_kept_in_place_are_found_beside_operators():
@@ -125,7 +130,7 @@ def test_drafts_are_those_of_the_growing_session(fields, width):
         taps = torch.randn(len(tree), pair.taps, generator=generator)
         if number % 4:
             forward = verified(tree, choices, taps, pair.position)
-            assert pair.static.follow(forward) == forward.choices.tolist()
+            assert follow(pair.static, forward) == forward.choices.tolist()
         tokens = [choices[node] for node in path]
         kept = 1 if number % 7 == 6 else len(tokens)  # a text may be cut
         before = pair.static._roll_out._text.length
@@ -141,9 +146,9 @@ def test_a_round_without_a_draft_is_not_followed():
     tree = pair.drafted(STEPS)
     pair.observe(torch.randn(1, pair.taps, generator=torch.Generator().manual_seed(1)), [3])  # zeros make a near tie
     forward = verified(tree, [1] * len(tree), torch.zeros(len(tree), pair.taps), pair.position)
-    assert pair.static.follow(forward) is None
+    assert follow(pair.static, forward) is None
     pair.drafted(STEPS)
-    assert pair.static.follow(replace(forward, position=pair.position)) is not None
+    assert follow(pair.static, replace(forward, position=pair.position)) is not None
 
 
 @torch.no_grad()
@@ -153,7 +158,7 @@ def test_other_sizes_than_the_draft_that_followed_has():
     tree = pair.drafted(STEPS)
     choices = [VOCAB - 1] * len(tree)
     taps = torch.zeros(len(tree), pair.taps)
-    pair.static.follow(verified(tree, choices, taps, pair.position))
+    follow(pair.static, verified(tree, choices, taps, pair.position))
     pair.observe(taps[:1], choices[:1])
     ask = Ask(0, pair.root, STEPS, SIZE, 1)
     assert len(pair.static.draft([ask])[0]) == 1 < len(pair.growing.draft([ask])[0])
@@ -168,4 +173,4 @@ def test_what_needs_states_takes_them_from_the_roll_out():
     pair.static.on_expansion = lambda rows, expansion: seen.append(expansion.depth)
     tree = pair.drafted(STEPS)
     forward = verified(tree, [1] * len(tree), torch.zeros(len(tree), pair.taps), pair.position)
-    assert seen == [STEPS] and pair.static.follow(forward) is None
+    assert seen == [STEPS] and follow(pair.static, forward) is None

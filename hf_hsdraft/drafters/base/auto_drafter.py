@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ...core.checks import printable
+from ...core.checks import misfit_of, printable
 from ...core.methods import Registry
 from ...cpu.gguf_blocks import file_of
 from ...hub.checkpoint import CachedModel, Checkpoint, cached_models, named_targets, reader, target_of
@@ -148,10 +148,10 @@ def _examined(checkpoint: Checkpoint, target: TargetInfo, named: Collection[str]
         if issubclass(family.config, PreTrainedConfig):
             config = family.config.from_dict(dict(checkpoint.config))
         elif issubclass(family.drafter, WeightlessDrafter):
-            place = checkpoint.folder / CONFIG
-            config, size = family.drafter.of_document(checkpoint.config, {}, {}, place).config, 0
-        kind, names_target = family.drafter.__name__, hasattr(config, "target_hidden_size")
-        fit, drafts = (fit_of(config, target, named), TREES) if names_target else (None, "")
+            config, size = family.drafter.of_document(checkpoint.config, checkpoint.folder / CONFIG).config, 0
+        kind, fit = family.drafter.__name__, None
+        if hasattr(config, "target_hidden_size") and not misfit_of(config, target):
+            fit, drafts = fit_of(config, target, named), TREES
     if fit is None:
         return None
     use = f"model.generate(**inputs, assistant_model={json.dumps(checkpoint.name)})"

@@ -34,15 +34,10 @@ BATCH_LEAST_NODES = 2  # least number of nodes of each row of a batch - by hand
 
 logger = logging.get_logger(__name__)
 
-# The value may come from the target's files rather than from the caller.
+# The value may come from the target's files rather than from the caller, and these must not decide that.
 NOT_TAKEN = (
-    "the target's generation configuration, or the call, asks for {name}={value}, an option of lossy verification, "
-    "which may change the text. It is not used. To use it, set drafter.generation_config.{name}"
-)
-# A target's files, or the drafter's, must not decide that users' texts are kept.
-HISTORY_NOT_TAKEN = (
-    "the target's generation configuration, or the call, asks for history={value}. It is not used, since a history "
-    "keeps users' texts. To use it, set drafter.generation_config.history"
+    "the target's generation configuration, or the call, asks for {name}={value}. It is not used, since {why}. To use "
+    "it, set drafter.generation_config.{name}"
 )
 
 
@@ -122,13 +117,14 @@ class DraftOptions:
                 set_here = own[name].default if name in own else getattr(defaults, name)
             if given is None or given == library.get(name) or given == set_here:
                 return set_here
+            why = ""
             if name == "history" and given != NO_HISTORY:
-                logger.warning_once(HISTORY_NOT_TAKEN.format(value=short(given)))
-                return set_here
-            if name in of_lossy or (name == "verification" and is_lossy(given)):
-                logger.warning_once(NOT_TAKEN.format(name=name, value=short(given)))
-                return set_here
-            return given
+                why = "a history keeps users' texts"
+            elif name in of_lossy or (name == "verification" and is_lossy(given)):
+                why = "lossy verification may change the text"
+            if why:
+                logger.warning_once(NOT_TAKEN.format(name=name, value=short(given), why=why))
+            return set_here if why else given
 
         known = {**COMMON_OPTIONS, **own}
         values = {name: each.checked(option(name), drafter) for name, each in known.items()}

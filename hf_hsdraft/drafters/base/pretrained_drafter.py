@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import find_adapter_config_file
 
 from ...core.checks import demand, is_misspelt, nearest_option, printable, settings
+from ...core.methods import load, offered
 from ...hub.code_files import ENTRY, PLACE
 from ...hub.drafter_files import (
     CONFIG,
@@ -191,13 +191,8 @@ class PretrainedDrafter(PreTrainedModel, SavedDrafter):
         Raises:
             OSError, ValueError: There is no such adapter, or one of that name has been loaded.
         """
-        hub = dict(kwargs.get("adapter_kwargs") or {})
-        if peft_model_id is not None and adapter_name is not None and "subfolder" not in hub:
-            local = bool(kwargs.get("local_files_only") or hub.get("local_files_only"))
-            place = {name: hub[name] for name in ("cache_dir", "revision", "token") if name in hub}
-            subfolder = {"subfolder": adapter_name}
-            if find_adapter_config_file(peft_model_id, local_files_only=local, **place, **subfolder):
-                kwargs["adapter_kwargs"] = hub | subfolder
+        if peft_model_id is not None and adapter_name is not None and offered("adapting"):
+            kwargs = load("adapting", "peft").in_subfolder(peft_model_id, adapter_name, kwargs)
         return super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
 
     def save_pretrained(

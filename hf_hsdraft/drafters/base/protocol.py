@@ -18,7 +18,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ...core.checks import MOST_NODES, misfit_of
-from ...core.draft_tree import DraftTree, Expansion
+from ...core.draft_tree import DraftTree, Expansion, TreeBatch
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...core.tensors import Transform
@@ -109,23 +109,6 @@ class Call:
         return None if self.texts is None else self.texts.foresight
 
 
-@dataclass(frozen=True)
-class Verified:
-    """A greedy text's forward over a tree, root first and padded, on the device: nothing of it has been read back."""
-
-    tokens: torch.Tensor  # `[N]`, int64, of the nodes
-    depths: torch.Tensor  # `[N]`, int64, of the nodes
-    ancestors: torch.Tensor  # `[N, N]`, bool, True where the row's node may see the column's: its ancestors and itself
-    choices: torch.Tensor  # `[N]`, int64, the target's choices
-    taps: torch.Tensor  # `[N, taps * D]`, the hidden states that the drafter reads
-    position: int  # the root's
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Verified:
-        """Moves all to a device, and casts the taps."""
-        tokens, depths, ancestors = self.tokens.to(device), self.depths.to(device), self.ancestors.to(device)
-        return Verified(tokens, depths, ancestors, self.choices.to(device), self.taps.to(device, dtype), self.position)
-
-
 class Session:
     """Drafting state of one call."""
 
@@ -141,10 +124,11 @@ class Session:
     on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
     # Takes the same, and returns the expansion to grow the trees from instead; set by methods
     revise: Callable[[Sequence[int], Expansion], Expansion] | None = None
-    # Takes the forward that verifies the last draft, launches the next draft behind it, and reads both back at once;
-    # returns the target's choice at each node, or None if it does nothing. None if the session cannot. What it drafts
-    # is used if the choices are accepted along the tree.
-    follow: Callable[[Verified], list[int] | None] | None = None
+    # Takes a greedy text's forward over its last draft, on the device: the nodes, the target's choices there `[N]`, the
+    # taps `[N, taps * D]`, and the root's position. Launches the next draft behind it, and reads both back at once;
+    # returns the choices, or None if it does nothing. None if the session cannot. What it drafts is used if the choices
+    # are accepted along the tree.
+    follow: Callable[[TreeBatch, torch.Tensor, torch.Tensor, int], list[int] | None] | None = None
     followed: float = 0.0  # time that the last draft by `follow` took of the device, in seconds
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:

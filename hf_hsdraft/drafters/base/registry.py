@@ -18,12 +18,11 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
-from ...core.checks import are_ascending, misfit_of, printable, public_name
+from ...core.checks import printable, public_name
 from ...core.kept import kept_with
 from ...core.methods import Registry, load, offered
 from ...hub.checkpoint import Checkpoint, named_targets
 from ...hub.drafter_files import CARD
-from ...runtime.target_limits import decoder_layers, text_config
 from ...runtime.target_loading import DEFAULT_TARGET, gguf_of, load_config, load_tokenizer
 from .plain_config import described
 
@@ -204,30 +203,13 @@ def _bases(place: str) -> set[str]:
     return set() if card is None else named_targets(card.parent)
 
 
-def misfit(config: Any, target: Any) -> str:
-    """Returns which size of a target (anything with a `config`) is not that of a drafter's configuration, or ""."""
-    if wrong := misfit_of(config, target, unknown=True, padding=getattr(config, "padding", 0)):
-        return wrong
-    layers = decoder_layers(text_config(target))
-    taps = config.taps_of(layers) if hasattr(config, "taps_of") else ()
-    if not are_ascending(taps, 0, layers):
-        told = f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}"
-        if getattr(config, "target_tap_layers", taps) is not None:
-            return told
-        name = "eagle_config.eagle_aux_hidden_state_layer_ids"
-        return f"{told}, the default, for which these are too few layers: name others in its config.json ({name})"
-    return ""
-
-
 def fit_of(config: Any, target: TargetInfo, named: Collection[str]) -> Fit | None:
-    """Returns how well a drafter of a configuration fits; None if it was made for another target.
+    """Returns how well a drafter of a configuration of the target's sizes fits; None if it was made for another target.
 
     Args:
-        config: with the fields that `misfit_of` reads, and `target_name` and `target_tokenizer_hash` if it has them.
+        config: with `target_hidden_size`, and `target_name` and `target_tokenizer_hash` if it has them.
         named: names of targets beside the configuration's, as `named_targets` finds them.
     """
-    if misfit(config, target):
-        return None
     names = {*named, *filter(None, [getattr(config, "target_name", "")])}
     told = printable(", ".join(sorted(names)))
     if target.is_named(names):

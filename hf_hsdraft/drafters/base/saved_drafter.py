@@ -254,15 +254,8 @@ class WeightlessDrafter(SavedDrafter):
     shown_fields: Sequence[str] = ()  # fields of config.json that `hsdraft info` shows
 
     @classmethod
-    def of_document(
-        cls, document: Mapping[str, Any], stored: Mapping[str, Any], given: Mapping[str, Any], where: Path
-    ) -> Any:
-        """Builds a drafter from its config.json and saved options; raises a ValueError if one is invalid.
-
-        Args:
-            given: options from the caller; they override the saved ones.
-            where: path of config.json, for messages.
-        """
+    def of_document(cls, document: Mapping[str, Any], where: Path) -> Any:
+        """Builds a drafter from its config.json, at the path `where`; raises a ValueError if a field is invalid."""
         raise NotImplementedError
 
     def document(self) -> dict[str, Any]:
@@ -274,8 +267,9 @@ class WeightlessDrafter(SavedDrafter):
         """As in `SavedDrafter`; dtype and device are ignored."""
         Placement.taken_from(kwargs)
         check_is_drafter(checkpoint.folder, cls.config_class.model_type)
-        stored = stored_options(checkpoint.folder / OPTIONS)
-        return cls.of_document(checkpoint.config, stored, kwargs, checkpoint.folder / CONFIG)
+        drafter = cls.of_document(checkpoint.config, checkpoint.folder / CONFIG)
+        take_options(drafter, checkpoint.folder, kwargs)
+        return drafter
 
     def write(self, folder: Path, **kwargs: Any) -> None:
         head = {"model_type": self.config_class.model_type, "format_version": FORMAT_VERSION}

@@ -18,9 +18,8 @@ from ...core.tensors import Attend, on_device
 from ...core.tuning import MASK_ROWS, SPARE_TOKENS
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Call
-from ..base.reading_session import ParallelSession
 from ..base.target_weights import TargetWeights
-from ..base.tree_session import TokenBias
+from ..base.tree_session import ParallelSession, TokenBias
 from .network import HSDraftNetwork, Leftover, WorkingWeights
 from .quick_weights import SearchedBias
 from .target_match import warn_of_poor_guesses
@@ -201,16 +200,13 @@ class HSDraftSession(ParallelSession):
 
     def _take_tokens(self, news: Accepted) -> None:
         """Compares accepted tokens with the last draft, of which what still predicts tokens may be reused."""
-        self._count_guess(self._guessed.get(news.row), news.tokens[0])
+        tree = self._guessed.get(news.row)
+        if tree is not None and len(tree) > 1:  # its first node is the likeliest next token
+            self.guesses += 1
+            self.right_guesses += tree.tokens[1] == news.tokens[0]
         row, reused = self._rows[news.row], self._reuse != "none"
         row.leftover = Leftover.of(row.drafted, row.root, news.tokens[:-1]) if reused else None
         row.root, row.drafted = news.tokens[-1], None
-
-    def _count_guess(self, tree: DraftTree | None, token: int) -> None:
-        first = [] if tree is None else [node for node, depth in enumerate(tree.depths) if depth == 1]
-        if tree is not None and first:
-            self.guesses += 1
-            self.right_guesses += tree.tokens[max(first, key=lambda node: tree.scores[node])] == token
 
     def end(self) -> None:
         warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)

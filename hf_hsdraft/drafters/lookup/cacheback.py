@@ -11,23 +11,21 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import demand, integer, is_integer, is_misspelt, nearest_option
+from ...core.checks import is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tuning import NGRAM_DEPTH
 from ...runtime.target_limits import text_config
-from ...verify.registry import COMMON_OPTIONS, MOST_LEADING
 from ..base.auto_drafter import Found, register_finder
 from ..base.draft_options import default_options
 from ..base.plain_config import AnyTarget
 from ..base.protocol import Call
 from ..base.registry import TREES, register_drafter
-from ..base.saved_drafter import WeightlessDrafter
+from ..base.saved_drafter import WeightlessDrafter, give_options
 from .ngrams import NGRAM_LEADERS, FollowerTable, NgramSession
 
 logger = logging.get_logger(__name__)
 
 _MOST_TOKENS = NGRAM_LEADERS  # of `texts`
-_OPTIONS = sorted(COMMON_OPTIONS.keys() - {"ngram_length", "tree_builder", "verification"})
 
 
 @dataclass(frozen=True)
@@ -60,28 +58,20 @@ class CachebackDrafter(WeightlessDrafter):
     least_ngram_length = 1
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
-        limit = integer(MOST_LEADING)
-        wanted = f"expected {limit.wanted}; without n-grams there is nothing to draft"
-        demand(limit.valid(ngram_length), "ngram_length", ngram_length, wanted)
         self.config = CachebackConfig()
         self.generation_config = self.default_generation_config()
-        self.generation_config.ngram_length = ngram_length
-        for name, value in options.items():
-            if name not in _OPTIONS:
-                near = nearest_option(name, _OPTIONS)
-                hint = f"the nearest is {near}" if is_misspelt(name, near) else f"expected one of {', '.join(_OPTIONS)}"
-                raise ValueError(f"{name} is no option of a CachebackDrafter: {hint}")
-            setattr(self.generation_config, name, value)
+        try:
+            give_options(self, {}, {"ngram_length": ngram_length, **options})
+        except TypeError as unknown:
+            raise ValueError(str(unknown)) from None
         self.texts = [[int(token) for token in text] for text in _last(texts)]
         self.most_token = max((max(text) for text in self.texts if text), default=-1)
-        self._ngram_length = ngram_length
-        if options:
-            self.check_options()
 
     @cached_property
     def frozen(self) -> list[FollowerTable]:
         """The tables of `texts`, made by the first call: a large one takes seconds."""
-        tables = [FollowerTable(length) for length in range(self._ngram_length, 0, -1)] if self.texts else []
+        longest = self.generation_config.ngram_length if self.texts else 0
+        tables = [FollowerTable(length) for length in range(longest, 0, -1)]
         for table in tables:
             for run in (run for text in self.texts for run in _runs(text)):
                 for place in range(table.length, len(run)):
@@ -89,22 +79,13 @@ class CachebackDrafter(WeightlessDrafter):
         return tables
 
     @classmethod
-    def of_document(
-        cls, document: Mapping[str, Any], stored: Mapping[str, Any], given: Mapping[str, Any], where: Path
-    ) -> CachebackDrafter:
-        texts, options, kwargs = document.get("texts", []), dict(stored), dict(given)
+    def of_document(cls, document: Mapping[str, Any], where: Path) -> CachebackDrafter:
+        texts = document.get("texts", [])
         lists = isinstance(texts, list) and all(isinstance(text, list) for text in texts)
         texts = _last(texts) if lists else [[None]]
         if not all(is_integer(token) for text in texts for token in text):
             raise ValueError(f"{where} is damaged: expected lists of token ids as texts")
-        length = kwargs.pop("ngram_length", options.pop("ngram_length", 4))
-        drafter = cls(texts, length, **kwargs)
-        for option, value in options.items():
-            if option not in kwargs:
-                setattr(drafter.generation_config, option, value)
-        if given:
-            drafter.check_options()
-        return drafter
+        return cls(texts)
 
     def document(self) -> dict[str, Any]:
         return {"texts": self.texts}

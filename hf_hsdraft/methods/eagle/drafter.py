@@ -24,9 +24,8 @@ from ...core.tensors import RMSNorm, batched_attention
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
-from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import DrafterOutput, TargetWeights, borrow
-from ...drafters.base.tree_session import ParallelExpansion
+from ...drafters.base.tree_session import Columns, ParallelExpansion
 from ...runtime.target_limits import text_config
 from ..estimate.reads import Read
 from ..published.checkpoint import AnyCheckpoint

@@ -23,8 +23,8 @@ from ...core.draft_tree import Expansion
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.plain_config import described
 from ...drafters.base.protocol import Accepted, Ask, Call, weights_of
-from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import TargetWeights, borrow
+from ...drafters.base.tree_session import Columns
 from ...hub.drafter_files import Shape
 from ..estimate.reads import Read
 from ..published.checkpoint import AnyCheckpoint

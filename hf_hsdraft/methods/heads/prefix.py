@@ -19,9 +19,9 @@ from ...core.refusals import DraftingRefused
 from ...core.tensors import RMSNorm
 from ...drafters.base.plain_config import described
 from ...drafters.base.protocol import Accepted, Call
-from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.travelling_config import heads_of
+from ...drafters.base.tree_session import Columns
 from ...hub.drafter_files import Shape
 from ...runtime.target_limits import text_config
 from ..published.context import ParallelContextSession, Slots

@@ -23,7 +23,7 @@ from ...drafters.base.draft_options import default_options
 from ...drafters.base.plain_config import AnyTarget
 from ...drafters.base.protocol import Call
 from ...drafters.base.registry import register_drafter
-from ...drafters.base.saved_drafter import WeightlessDrafter, give_options
+from ...drafters.base.saved_drafter import WeightlessDrafter
 from ...runtime.target_limits import decoder_layers, text_config
 from ..distillation.layer_subset import layers_of, with_layers
 from ..language_model.lm_drafter import CausalLMSession
@@ -83,18 +83,14 @@ class LayerSkipDrafter(WeightlessDrafter):
         return cls(LayerSkipConfig(tuple(skipped_layers), decoder_layers(text_config(target)), name))
 
     @classmethod
-    def of_document(
-        cls, document: Mapping[str, Any], stored: Mapping[str, Any], given: Mapping[str, Any], where: Path
-    ) -> LayerSkipDrafter:
+    def of_document(cls, document: Mapping[str, Any], where: Path) -> LayerSkipDrafter:
         skipped, name = document.get("skipped_layers"), document.get("target_name", "")
         if not isinstance(skipped, list) or not isinstance(name, str):
             raise ValueError(f"{where} is damaged: expected a list of numbers as skipped_layers, a name as target_name")
         try:
-            drafter = cls(LayerSkipConfig(tuple(skipped), document.get("num_hidden_layers", 0), name))
+            return cls(LayerSkipConfig(tuple(skipped), document.get("num_hidden_layers", 0), name))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where} is damaged: {error}") from error
-        give_options(drafter, stored, given)
-        return drafter
 
     def document(self) -> dict[str, Any]:
         return {name: getattr(self.config, name) for name in self.shown_fields}

@@ -13,9 +13,10 @@ from ...bench.calls import WARM_UP_TOKENS, Run, Settings, time_call, turn_order
 from ...bench.systems import PLAIN, System, with_options
 from ...drafters.base.draft_options import DraftOptions
 from ...runtime.prompt_inputs import encode_prompts, end_tokens
-from ...verify.registry import BESIDE, VERIFIERS, lossy_rule
+from ...verify.registry import VERIFIERS
 from ...verify.verdict import Verifier
 from .checked_tasks import Item
+from .rules import BESIDE, lossy_rule
 
 EXACT = "exact drafting"
 GREEDY, SAMPLED = "greedy", "sampled"

@@ -20,7 +20,7 @@ from ...core.checks import is_integer, printable
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.protocol import Call, Drafter
-from ...drafters.base.registry import TREES, Fit, TargetInfo, fit_of, misfit
+from ...drafters.base.registry import TREES, Fit, TargetInfo
 from ...drafters.base.saved_drafter import Placement, take_options
 from ...hub.checkpoint import target_of
 from ...hub.drafter_files import CONFIG, DamagedFile
@@ -34,6 +34,7 @@ from ..published.formats import IN_TURN, Format, fields_told, register_format
 from ..published.nodes import LevelSession
 from ..published.readings import kept, match_told, settled_by, told
 from ..published.refusals import with_fields
+from ..published.target_sizes import fit_by_sizes, misfit
 from .drafter import LEAST_STEPS, MtpConfig, MtpDrafter
 from .kinds import KINDS, OF_SPECULATORS, OTHERS, Kind
 from .loading import layers_alone
@@ -147,7 +148,7 @@ class NextnDrafter(Drafter):
 
 def _fit(checkpoint: AnyCheckpoint, target: TargetInfo, named: Collection[str]) -> Fit | None:
     same = _of_target(checkpoint).get("model_type") == target.config.get_text_config().model_type
-    return fit_of(_read(checkpoint), target, named) if same else None
+    return fit_by_sizes(_read(checkpoint), target, named) if same else None
 
 
 def _described(checkpoint: AnyCheckpoint) -> dict[str, str]:

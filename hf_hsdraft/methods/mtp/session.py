@@ -15,9 +15,8 @@ from ...core.tensors import on_device
 from ...core.tuning import MASK_ROWS
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Ask, Call
-from ...drafters.base.reading_session import Columns
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.base.tree_session import DraftMemory
+from ...drafters.base.tree_session import Columns, DraftMemory
 from ..published.context import RowContext, Slots
 from ..published.levels import LevelExpansion, Levels
 from ..published.nodes import DraftedNodes, LevelSession

@@ -12,8 +12,8 @@ import torch
 from ...core.tensors import on_device
 from ...core.tuning import SPARE_PART, SPARE_TOKENS
 from ...drafters.base.protocol import Call
-from ...drafters.base.reading_session import Columns, ParallelSession, ReadingSession
 from ...drafters.base.target_weights import TargetWeights
+from ...drafters.base.tree_session import Columns, ParallelSession, ReadingSession
 
 _NOWHERE = 2**62  # position of an empty slot, beyond any query
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...core.checks import are_ascending, demand, printable
-from ...drafters.base.registry import TREES, fit_of
+from ...drafters.base.registry import TREES
 from ...hub.checkpoint import target_of
 from ...hub.drafter_files import CONFIG, Shape
 from .checkpoint import AnyCheckpoint, speculators_type
@@ -26,6 +26,7 @@ from .formats import AT_ONCE, IN_TURN, Format, fields_told, register_format
 from .layer_tables import sizes, with_defaults
 from .readings import kept
 from .refusals import with_fields
+from .target_sizes import fit_by_sizes
 
 OURS: Any = object()  # a default: that of our field; without one it is required
 USUAL_DRAFTED = 32000  # tokens, in the format of speculators
@@ -267,7 +268,7 @@ class PublishedFormat:
                 describe=self.describe,
                 drafter=self.drafter,
                 possible=with_fields(*self.needed),
-                fit=lambda checkpoint, *target: fit_of(self.read(checkpoint, **self.given), *target),
+                fit=lambda checkpoint, *target: fit_by_sizes(self.read(checkpoint, **self.given), *target),
             )
         )
 

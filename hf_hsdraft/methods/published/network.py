@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from ...core.checks import are_ascending, demand, integer, printable, public_name, setting
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
-from ...drafters.base.registry import misfit, recognise
+from ...drafters.base.registry import recognise
 from ...drafters.base.saved_drafter import Placement, SavedDrafter, take_options
 from ...drafters.base.target_weights import TargetWeights, initialise
 from ...hub.drafter_files import CONFIG, WEIGHTS, Shape
@@ -27,7 +27,7 @@ from .decoder_layer import LayerSizes, rotary_of
 from .format_table import PublishedFormat
 from .readings import match_told, settle, settled_by, told
 from .target_copies import before_norm, check_last_state
-from .target_sizes import FLAG, MOST_OF_TARGET, TargetSizes
+from .target_sizes import FLAG, MOST_OF_TARGET, TargetSizes, misfit
 
 MOST_LAYERS, MOST_TAPS = 64, 64
 TOKEN_MAP = "token_map"  # vLLM's name of a list of drafted tokens among the weights

@@ -17,11 +17,10 @@ from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.packed_texts import PackedTexts
 from ...drafters.base.pretrained_drafter import StateDrafter
 from ...drafters.base.protocol import Ask, Call, weights_of
-from ...drafters.base.reading_session import Columns
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.target_weights import DrafterOutput, StateNetwork, TargetWeights
 from ...drafters.base.travelling_config import AttendingConfig, as_list
-from ...drafters.base.tree_session import TokenBias
+from ...drafters.base.tree_session import Columns, TokenBias
 from ..estimate.reads import Read
 from ..published.context import ParallelContextSession, Slots
 from ..published.decoder_layer import Attention, DecoderLayer, LayerSizes, rotary_of
