@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +40,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..generate.attachment import Attachment
 from ..runtime.prompt_inputs import end_tokens, room_left
 from .choices import TokenLogProbs, interleaved, joined
-from .guards import RequestLimits, error_document
+from .guards import RequestLimits
 from .metrics import AnswerClock, Metrics
 from .prompts import constraining
 from .requests import Asked, Chatting, refused
@@ -204,18 +203,17 @@ class Decoder:
             }
             for each in made
         ]
-        logprobs = [answer.logprobs for answer in made]
-        several = len(made) > 1 or asked.top is not None
         if not asked.stream:
             try:
                 responses = await asyncio.gather(*(handler._non_streaming(**call) for call in calls))
             finally:
                 for answer in made:  # if one has failed
                     answer.cancel()
-            return JSONResponse(joined([each.body for each in responses], logprobs)) if several else responses[0]
+            if len(made) == 1 and asked.top is None:
+                return responses[0]
+            return JSONResponse(joined([each.body for each in responses], [each.logprobs for each in made]))
         responses = [handler._streaming(**call) for call in calls]
-        streams = [_with_documents(each.body_iterator, own) for each, own in zip(responses, made, strict=True)]
-        responses[0].body_iterator = _ended(interleaved(streams, logprobs) if several else streams[0], asked.stream_end)
+        responses[0].body_iterator = interleaved([each.body_iterator for each in responses], made, asked.stream_end)
         return responses[0]
 
 
@@ -366,18 +364,3 @@ def told(error: Any) -> tuple[int, str, str | None]:
     if isinstance(error, ValueError):
         return 400, str(error), None
     return 500, f"{type(error).__name__}: {error}", None
-
-
-async def _with_documents(parts: AsyncIterator[str], answer: Answer) -> AsyncIterator[str]:
-    """Reports errors as OpenAI's servers do. transformers puts an error's message alone where its object belongs."""
-    async for part in parts:
-        if answer.failure:
-            document = json.dumps(error_document(answer.failed_status, answer.failure))
-            part = part.replace(f'data: {{"error": "{answer.failure}"}}\n\n', f"data: {document}\n\n")
-        yield part
-
-
-async def _ended(parts: AsyncIterator[str], end: str) -> AsyncIterator[str]:
-    async for part in parts:
-        yield part
-    yield end

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor
 
+from .guards import error_document
+
 _LEAST = -9999.0  # in place of minus infinity, which JSON lacks
+_FAILED = 'data: {"error": "'  # the event of an error, by transformers' handlers
 
 
 class TokenLogProbs(LogitsProcessor):
@@ -87,45 +90,51 @@ def joined(bodies: Sequence[bytes], logprobs: Sequence[TokenLogProbs | None]) ->
     return {**documents[0], "choices": choices, "usage": _sum([document["usage"] for document in documents])}
 
 
-async def interleaved(
-    streams: Sequence[AsyncIterator[str]], logprobs: Sequence[TokenLogProbs | None]
-) -> AsyncIterator[str]:
-    """Yields the events of several streams as they come, as those of one; its last one has the usage of all."""
-    events, used, errors = asyncio.Queue[tuple[int, str]](), list[Mapping[str, int]](), dict[int, Exception]()
+async def interleaved(streams: Sequence[AsyncIterator[str]], answers: Sequence[Any], end: str) -> AsyncIterator[str]:
+    """Yields the events of one or several answers as they come, as those of one, then `end`.
+
+    The last event has the usage of all. An error ends them, told as OpenAI's servers do: transformers puts its message
+    alone where an object belongs.
+    """
+    parts, used = asyncio.Queue[tuple[int, str]](), list[Mapping[str, int]]()
 
     async def read(index: int, stream: AsyncIterator[str]) -> None:
         try:
             async for part in stream:
-                for event in filter(None, part.split("\n\n")):
-                    events.put_nowait((index, event))
-        except Exception as error:
-            errors[index] = error
+                parts.put_nowait((index, part))
         finally:
-            events.put_nowait((index, ""))
+            parts.put_nowait((index, ""))
 
-    readers = [asyncio.ensure_future(read(*each)) for each in enumerate(streams)]
-    left = len(readers)
-    try:
-        while left:
-            index, event = await events.get()
-            left -= not event
-            if not event and (error := errors.get(index)) is not None:
-                raise error
-            document = json.loads(event.removeprefix("data: ")) if event else {}
+    def documents(answer: Any, part: str) -> Iterator[dict[str, Any]]:
+        for event in filter(None, part.split("\n\n")):
+            if answer.failure and event.startswith(_FAILED):
+                yield error_document(answer.failed_status, answer.failure)
+                continue
+            document = json.loads(event.removeprefix("data: "))
             if usage := document.pop("usage", None):
                 used.append(usage)
-                document |= {"usage": _sum(used)} if len(used) == len(readers) else {}
+                document |= {"usage": _sum(used)} if len(used) == len(streams) else {}
             for choice in document.get("choices", ()):
-                own = logprobs[index]
-                said = None if own is None else own.take()
-                choice |= {"index": index} if said is None else {"index": index, "logprobs": said}
-            if document:
-                yield f"data: {json.dumps(document)}\n\n"
-            if "error" in document:
-                return
+                logprobs = None if answer.logprobs is None else answer.logprobs.take()
+                choice |= {"index": answers.index(answer)} | ({} if logprobs is None else {"logprobs": logprobs})
+            yield document
+
+    readers = [asyncio.ensure_future(read(*each)) for each in enumerate(streams)]
+    left, failed = len(readers), False
+    try:
+        while left and not failed:
+            index, part = await parts.get()
+            if not part:
+                await readers[index]  # raises its error
+                left -= 1
+            found = [*documents(answers[index], part)]
+            failed = any("error" in each for each in found)
+            if text := "".join(f"data: {json.dumps(each)}\n\n" for each in found if each):
+                yield text
     finally:
         for reader in readers:
             reader.cancel()
+    yield end
 
 
 def _sum(usages: Sequence[Mapping[str, int]]) -> dict[str, int]:
