@@ -29,7 +29,7 @@ from ..runtime.target_limits import text_config
 from ..runtime.tree_reading import node_inputs
 from .estimate.reads import Read
 from .published.fields import Fields
-from .published.target_copies import InPlaceOf, why_not_replaced, with_modules
+from .published.target_copies import InPlaceOf, refuse_sharded, why_not_replaced, with_modules
 
 logger = logging.get_logger(__name__)
 
@@ -71,7 +71,6 @@ class UnoDrafter(nn.Module, Drafter):
 
     num_draft_steps = 32
     takes_tree_builders = True
-    runs_of_target = "the target with an adapter"
 
     def __init__(self, pairs: Mapping[str, Pair], config: UnoConfig) -> None:
         super().__init__()
@@ -152,6 +151,9 @@ class UnoDrafter(nn.Module, Drafter):
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         return (Read("adapter", weights_of(self), 1, depth),)
+
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        refuse_sharded("the target with an adapter", all_processes)
 
     def session(self, call: Call) -> UnoSession:
         return UnoSession(self, call)

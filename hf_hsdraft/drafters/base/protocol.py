@@ -170,7 +170,6 @@ class Drafter:
     generation_config: GenerationConfig  # the drafting options
     # Decodes a call in place of the engine; takes the target, and what `generate()` hands to a decoding method
     decoding: Callable[..., Any] | None = None
-    runs_of_target: str = ""  # what a draft runs of the target, whose forwards may take all processes at once
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -219,15 +218,10 @@ class Drafter:
         """Raises DraftingRefused, naming the field, if this drafter was made for another target."""
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        """May warn of a bad fit; `tokenizer` is the target's or None, `all_processes` whether all must run forwards.
+        """May warn of a bad fit, or raise a DraftingRefused.
 
-        Raises a DraftingRefused if they must, and a draft runs a part of the target.
+        `tokenizer` is the target's or None, `all_processes` whether all processes must run the same forwards.
         """
-        if all_processes and self.runs_of_target:
-            raise DraftingRefused(
-                f"{self.runs_of_target} of a target that is sharded over processes cannot draft: its forwards take all "
-                f"of them at once. To decode it plainly, {DraftingRefused.PLAINLY}."
-            )
 
     def settle(self, target: Any, tokens: Sequence[int]) -> None:
         """May try on the target what the drafter's files leave open, before a call; `tokens` are of a prompt."""

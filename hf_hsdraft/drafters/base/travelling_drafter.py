@@ -211,8 +211,12 @@ def why_plain(target: Any, rows: int, config: Any, processors: Any, criteria: An
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def decode(original: Any, drafter: TravellingDrafter, target: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-    """Decodes a call by `original`, transformers' assisted decoding, or plainly."""
+def _decode(original: Any, target: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Decodes a drafter's call by `original`, transformers' assisted decoding, or plainly."""
+    drafter = kwargs.get("assistant_model")
+    if not isinstance(drafter, TravellingDrafter):
+        return original(target, input_ids, *args, **kwargs)
+    del kwargs["assistant_model"]
     names = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
     call = {name: kwargs.pop(name) for name in names if name in kwargs}
     for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
@@ -249,66 +253,52 @@ def install() -> None:
     """
     if TravellingDrafter in getattr(GenerationMixin._assisted_decoding, "_hsdraft_travelling", ()):
         return
-    for name, wrap in (
-        ("_assisted_decoding", _decoding),
+    for name, hook in (
+        ("_assisted_decoding", _decode),
         ("_get_candidate_generator", _generator),
-        ("_validate_generation_mode", _validation),
-        ("_prepare_generation_config", _preparation),
+        ("_validate_generation_mode", _validate),
+        ("_prepare_generation_config", _prepare),
     ):
         original = getattr(GenerationMixin, name)
-        method: Any = functools.wraps(original)(wrap(original))
+        method = _wrapped(original, hook)
         method._hsdraft_travelling = (*getattr(original, "_hsdraft_travelling", ()), TravellingDrafter)
         setattr(GenerationMixin, name, method)
 
 
-def _decoding(original: Any) -> Any:
-    def _assisted_decoding(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter = kwargs.get("assistant_model")
-        if not isinstance(drafter, TravellingDrafter):
-            return original(self, input_ids, *args, **kwargs)
-        del kwargs["assistant_model"]
-        return decode(original, drafter, self, input_ids, **kwargs)
+def _wrapped(original: Any, hook: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return hook(original, self, *args, **kwargs)
 
-    return _assisted_decoding
+    return method
 
 
-def _generator(original: Any) -> Any:
-    def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
-        assistant = kwargs.get("assistant_model")
-        return assistant if isinstance(assistant, CandidateGenerator) else original(self, *args, **kwargs)
-
-    return _get_candidate_generator
+def _generator(original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    assistant = kwargs.get("assistant_model")
+    return assistant if isinstance(assistant, CandidateGenerator) else original(target, *args, **kwargs)
 
 
-def _validation(original: Any) -> Any:
-    """Checks the target first. Batches and stateful models do not depend on the mode: `decode` handles them."""
-
-    def _validate_generation_mode(self: Any, mode: Any, config: Any, kwargs: Any) -> Any:
-        drafter = kwargs.get("assistant_model")
-        if isinstance(drafter, TravellingDrafter):
-            if mode == GenerationMode.ASSISTED_GENERATION:
-                drafter.check_target(self)
-                mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
-                kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
-            else:
-                del kwargs["assistant_model"]
-                _warn(f"it decodes by {mode.value.replace('_', ' ')}")
-        return original(self, mode, config, kwargs)
-
-    return _validate_generation_mode
+def _validate(original: Any, target: Any, mode: Any, config: Any, kwargs: Any) -> Any:
+    """Checks the target first. Batches and stateful models do not depend on the mode: `_decode` handles them."""
+    drafter = kwargs.get("assistant_model")
+    if isinstance(drafter, TravellingDrafter):
+        if mode == GenerationMode.ASSISTED_GENERATION:
+            drafter.check_target(target)
+            mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
+            kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
+        else:
+            del kwargs["assistant_model"]
+            _warn(f"it decodes by {mode.value.replace('_', ' ')}")
+    return original(target, mode, config, kwargs)
 
 
-def _preparation(original: Any) -> Any:
+def _prepare(original: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Removes the drafter for targets that override `generate` (Whisper) and pass it to this method."""
-
-    def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config, others = original(self, *args, **kwargs)
-        if isinstance(others.get("assistant_model"), TravellingDrafter):
-            del others["assistant_model"]
-            _warn(f"{type(self).__name__} decodes in its own way")
-        return config, others
-
-    return _prepare_generation_config
+    config, others = original(target, *args, **kwargs)
+    if isinstance(others.get("assistant_model"), TravellingDrafter):
+        del others["assistant_model"]
+        _warn(f"{type(target).__name__} decodes in its own way")
+    return config, others
 
 
 class PlainDrafter(TravellingDrafter):

@@ -28,6 +28,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ..distillation.layer_subset import layers_of, with_layers
 from ..language_model.lm_drafter import CausalLMSession
 from ..language_model.lm_texts import ability_of, shared_tokens
+from ..published.target_copies import refuse_sharded
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ class LayerSkipDrafter(WeightlessDrafter):
     shown_fields = ("skipped_layers", "num_hidden_layers", "target_name")
     num_draft_steps = 32
     takes_tree_builders = True
-    runs_of_target = "some of the layers"
 
     def __init__(self, config: LayerSkipConfig) -> None:
         self.config = config
@@ -109,6 +109,9 @@ class LayerSkipDrafter(WeightlessDrafter):
         reason = ability_of(drafting_part(target, self.config)).reason
         if reason:
             raise DraftingRefused(f"the target's layers cannot draft: {reason}")
+
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        refuse_sharded("some of the layers", all_processes)
 
     def session(self, call: Call) -> CausalLMSession:
         part = drafting_part(call.target, self.config)

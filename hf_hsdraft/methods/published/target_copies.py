@@ -56,6 +56,15 @@ def shallow_copy(module: Any) -> Any:
     return made
 
 
+def refuse_sharded(part: str, all_processes: bool) -> None:
+    """Raises a DraftingRefused where a draft runs a part of a target whose forwards take all processes at once."""
+    if all_processes:
+        raise DraftingRefused(
+            f"{part} of a target that is sharded over processes cannot draft: its forwards take all of them at once. "
+            f"To decode it plainly, {DraftingRefused.PLAINLY}."
+        )
+
+
 class InPlaceOf(nn.Module):
     """For `with_modules`: computes `run`, and has the attributes of a layer, which is not a submodule."""
 

@@ -26,7 +26,7 @@ from ...runtime.target_parts import decoder_list
 from ..estimate.reads import Read
 from ..published.decoder_layer import FeedForward
 from ..published.levels import LevelExpansion
-from ..published.target_copies import why_not_replaced
+from ..published.target_copies import refuse_sharded, why_not_replaced
 from .first_layers import FirstLayers
 
 logger = logging.get_logger(__name__)
@@ -116,7 +116,6 @@ class SelfDrafter(StateNetwork, StateDrafter):
     main_input_name = "taps"
     _no_split_modules = ["ImitationBlock"]  # noqa: RUF012
     taps = ()  # its first layers are in the target's forward
-    runs_of_target = "the first layers"
     own_options = (LAYER_REUSE,)
 
     def __init__(self, config: SelfDraftConfig) -> None:
@@ -167,6 +166,9 @@ class SelfDrafter(StateNetwork, StateDrafter):
             raise DraftingRefused(
                 f"its first layers cannot draft: {reason}. To decode it plainly, leave assistant_model out."
             )
+
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        refuse_sharded("the first layers", all_processes)
 
     def session(self, call: Call) -> SelfSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
