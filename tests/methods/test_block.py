@@ -15,11 +15,12 @@ from session_helpers import news
 
 from hf_hsdraft.core.draft_tree import TreeLimits, beam_trees
 from hf_hsdraft.drafters.base.protocol import Ask
-from hf_hsdraft.drafters.base.tree_session import ParallelExpansion, TokenBias
+from hf_hsdraft.drafters.base.tree_session import ParallelExpansion
 from hf_hsdraft.methods.best_first import best_first_trees
 from hf_hsdraft.methods.block.configuration import BlockConfig, Sight
 from hf_hsdraft.methods.block.drafter import BlockConvolution, BlockDrafter
 from hf_hsdraft.methods.block.heads import CandidateSelector, MarkovHead
+from hf_hsdraft.methods.block.session import BlockBias
 
 # --- heads -----------------------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ def test_a_large_vocabulary_is_narrowed_to_likely_columns_for_each_text(tuned):
     slots = torch.randn(3, 2, 6)
     logits = torch.randn(3, 2, 60) * 2
     with torch.no_grad():
-        expansion = ParallelExpansion(logits, TokenBias(head, None, slots))
+        expansion = ParallelExpansion(logits, BlockBias(head, None, slots))
         tokens, scores = torch.tensor([[4], [5], [6]]), torch.zeros(3, 1)
         values, columns, _, _ = expansion.best(1, tokens, None, scores, 5)
         for row in range(3):

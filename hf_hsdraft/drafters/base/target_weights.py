@@ -172,18 +172,10 @@ class TokenHead(nn.Module):
     the bias of its children before the last product, `up`. Letters: N nodes, S state size, r rank, C columns.
     """
 
-    reads_embeds = False  # whether `advance` gets the target's embeddings `[..., D]` in place of tokens
-    needs_hidden = False  # whether a node's state depends on the drafted state that proposed it
-    free_depths = 0  # number of depths, from the first on, without a bias
     up: Any  # maps codes `[..., r]` to biases `[..., V']`
 
-    def advance(
-        self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Returns states `[N, S]` after tokens `[N]`, int64, from those before them; None starts a path.
-
-        `hidden` `[N, D]` are the drafted states that proposed the tokens, if needed and known.
-        """
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """Returns states `[N, S]` after tokens of embeddings `[N, D]`, from those before them; None starts a path."""
         raise NotImplementedError
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:

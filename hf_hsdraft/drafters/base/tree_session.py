@@ -65,21 +65,22 @@ class TokenBias:
 
     Args:
         embed: the target's embedding.
-        hidden: `[B, slots, D]`, drafted states; those of the first depth have the number `first`.
+        hidden: `[B, depth, D]`, drafted states.
         since: `[B, 1, S]`, the head's states before the roots, for states that were drafted without the root's token.
         reach: `[B, depth, V']`, bool, where the bias applies; None for everywhere.
     """
+
+    free_depths = 1  # number of depths without a bias, where the root's token was known
 
     def __init__(
         self,
         head: TokenHead,
         embed: Transform,
         hidden: torch.Tensor,
-        first: int = 0,
         since: torch.Tensor | None = None,
         reach: torch.Tensor | None = None,
     ) -> None:
-        self._head, self._embed, self._hidden, self._first = head, embed, hidden, first
+        self._head, self._embed = head, embed
         self.projected, self._since, self._reach = head.project(hidden), since, reach
 
     def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
@@ -87,14 +88,7 @@ class TokenBias:
 
         `states` `[B, n, S]` are those of their parents; None at level 1, where the nodes are roots.
         """
-        head, slot = self._head, self._first + level - 2  # of these nodes; at the root, of what was before the first
-        inputs = self._embed(tokens) if head.reads_embeds else tokens
-        hidden = self._hidden[:, slot : slot + 1] if head.needs_hidden and slot >= 0 else None
-        if level == 1:
-            states = head.advance(inputs, self._since)
-            if hidden is None:
-                return states
-        return head.advance(inputs, states, hidden)
+        return self._head.advance(self._embed(tokens), self._since if level == 1 else states)
 
     def among(self, columns: torch.Tensor | None) -> Any:
         """Returns the last product for columns `[B, C]`, None for all; None if it computes all columns only."""
@@ -110,10 +104,10 @@ class TokenBias:
 
         `logits` `[B, 1, C]` are drafted without the path; `last` is from `among` for the same columns.
         """
-        if self._since is None and level <= self._head.free_depths:
+        if self._since is None and level <= self.free_depths:
             return logits
-        (up, reach), slot = last, self._first + level - 1
-        code = self._head.code(self.projected[:, slot : slot + 1], states)
+        up, reach = last
+        code = self._head.code(self.projected[:, level - 1 : level], states)
         return biased(logits, up(code), None if reach is None else reach[:, level - 1 : level])
 
     def search(

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +29,7 @@ from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, rotary_frequ
 
 
 class Injector(TokenHead):
-    """Base of injectors, which read the target's embeddings. States drafted from a root need none of its own bias."""
-
-    reads_embeds = True
-    free_depths = 1
+    """Base of injectors. States drafted from a root need no bias of the root's."""
 
     def among(self, columns: torch.Tensor) -> Transform | None:
         of_outputs = getattr(self.up, "of", None)  # of packed weights
@@ -57,7 +53,7 @@ class LowRankInjector(Injector):
         self.down = nn.Linear(config.target_hidden_size, config.injector_rank, bias=False)
         self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
 
-    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: Any = None) -> torch.Tensor:
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         return self.down(self.norm(inputs))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -85,7 +81,7 @@ class PathInjector(Injector):
         self.down = nn.Linear(2 * size, config.injector_rank, bias=False)
         self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
 
-    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: Any = None) -> torch.Tensor:
+    def advance(self, inputs: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         tokens = self.token_proj(self.token_norm(inputs))
         size = tokens.shape[-1]
         path = torch.zeros_like(tokens) if states is None else states[..., size:]

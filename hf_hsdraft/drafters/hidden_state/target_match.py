@@ -78,18 +78,14 @@ def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int]
 
 
 def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> str:
-    """Why a drafter may draft little for a target, measured once; empty if it does as well as for its own."""
+    """Why a drafter may draft little for a target, as measured; empty if it does as well as for its own."""
     config, reference = drafter.config, drafter.config.target_reference
     made_for = f"this drafter was made for {printable(config.target_name) or 'another target'}"
     other_tokens = has_other_tokens(drafter, tokenizer)
     if reference is None or not can_measure(target, len(reference["input_ids"])):
         unknown = "what that costs could not be measured"
         return f"{made_for}, whose tokenizer has other tokens than this one; {unknown}" if other_tokens else ""
-    pair = _pair(target, drafter)
-    match = pair.match
-    if match is None or pair.reference != reference:
-        match = measure_match(target, drafter, reference["input_ids"], reference["start"])
-        pair.match, pair.reference = match, reference
+    match = measure_match(target, drafter, reference["input_ids"], reference["start"])
     if match.drafted + FIT_SLACK >= FIT_ENOUGH * reference["drafted"]:
         return ""  # whatever the target's name
     cause = "its tokenizer has other tokens" if other_tokens else "it was trained further, or is another model"
@@ -103,12 +99,10 @@ def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None
 
 @dataclass
 class _Pair:
-    """What is known of a target and a drafter: drafts, those whose first guess was right, and the last match."""
+    """What is known of a target and a drafter: drafts, and those whose first guess was right."""
 
     drafts: int = 0
     right: int = 0
-    match: TargetMatch | None = None
-    reference: Any = None  # of the match
     warned: bool = False
 
 

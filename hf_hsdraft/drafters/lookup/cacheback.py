@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..base.plain_config import AnyTarget
 from ..base.protocol import Call
 from ..base.registry import TREES, register_drafter
 from ..base.saved_drafter import WeightlessDrafter, give_options
-from .ngrams import NGRAM_LEADERS, FollowerTable, NgramSession
+from .ngrams import NGRAM_LEADERS, FollowerTable, NgramCache, NgramSession
 
 logger = logging.get_logger(__name__)
 
@@ -70,13 +70,12 @@ class CachebackDrafter(WeightlessDrafter):
     @cached_property
     def frozen(self) -> list[FollowerTable]:
         """The tables of `texts`, made by the first call: a large one takes seconds."""
-        longest = self.generation_config.ngram_length if self.texts else 0
-        tables = [FollowerTable(length) for length in range(longest, 0, -1)]
-        for table in tables:
-            for run in (run for text in self.texts for run in _runs(text)):
-                for place in range(table.length, len(run)):
-                    table.enter(run[place - table.length : place], run[place])
-        return tables
+        if not self.texts:
+            return []
+        cache = NgramCache(self.generation_config.ngram_length)
+        for text in self.texts:
+            cache.extend([*text, -1], counted=False)  # which ends all n-grams
+        return cache.own
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any], where: Path) -> CachebackDrafter:
@@ -120,15 +119,6 @@ def _last(texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         if not left:
             break
     return kept[::-1]
-
-
-def _runs(text: list[int]) -> Iterator[list[int]]:
-    """The parts of a text between negative numbers, which are no tokens."""
-    begin = 0
-    for place in [place for place, token in enumerate(text) if token < 0]:
-        yield text[begin:place]
-        begin = place + 1
-    yield text[begin:]
 
 
 register_drafter(CachebackConfig.model_type, CachebackConfig, CachebackDrafter)

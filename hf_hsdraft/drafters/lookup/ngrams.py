@@ -93,13 +93,14 @@ class NgramCache:
         """The last token, from which a draft continues."""
         return self._tail[-1] if self._tail else None
 
-    def extend(self, tokens: Iterable[int]) -> None:
+    def extend(self, tokens: Iterable[int], counted: bool = True) -> None:
+        """Enters further tokens of the sequence, `counted` after counting whether a draft would have held them."""
         self._counted = None
         for token in tokens:
             if token < 0 or 0 < self._vocab_size <= token:
                 self._tail = []
                 continue
-            for table in self._tables:
+            for table in self._tables if counted else ():
                 if table.count(self._tail, token):  # a draft would have found the token here
                     break
             for table in self.own:

@@ -19,7 +19,16 @@ from ...drafters.base.target_weights import TokenHead
 class BlockHead(TokenHead):
     """Base of the heads of a block; parameters have the names of the speculators package."""
 
+    reads_embeds = False  # whether `advance` gets the target's embeddings `[..., D]` in place of tokens
+    needs_hidden = False  # whether a node's state depends on the drafted state that proposed it
+    free_depths = 0  # number of depths, from the first on, without a bias
     columns: int | None = None  # of the target's vocabulary, which rows may be padded beyond; set by `borrow`
+
+    def advance(
+        self, inputs: torch.Tensor, states: torch.Tensor | None, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As in `TokenHead`; `hidden` `[N, D]` are the drafted states that proposed the tokens, if needed and known."""
+        raise NotImplementedError
 
     @property
     def rows(self) -> torch.Tensor:

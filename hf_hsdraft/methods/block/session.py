@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from ...core.options import Option
-from ...core.tensors import batched_attention
+from ...core.tensors import Transform, batched_attention
 from ...drafters.base.protocol import Accepted, Ask, Call
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.tree_session import Confidence, TokenBias
 from ..published.context import ParallelContextSession
 from ..published.target_sizes import FLAG
 from .configuration import Sight
+from .heads import BlockHead
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
@@ -105,6 +106,27 @@ CONFIDENCE = Option(
 )
 
 
+class BlockBias(TokenBias):
+    """As `TokenBias`, of all slots `[B, slots, D]` of a block; that of the first depth has the number `first`."""
+
+    def __init__(
+        self, head: BlockHead, embed: Transform, slots: torch.Tensor, first: int = 0, since: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(head, embed, slots, since)
+        self.projected, self.free_depths = self.projected[:, first:], head.free_depths
+        self._block_head, self._slots, self._first = head, slots, first
+
+    def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        head, slot = self._block_head, self._first + level - 2  # of these nodes; at the root, before the first
+        inputs = self._embed(tokens) if head.reads_embeds else tokens
+        hidden = self._slots[:, slot : slot + 1] if head.needs_hidden and slot >= 0 else None
+        if level == 1:
+            states = head.advance(inputs, self._since)
+            if hidden is None:
+                return states
+        return head.advance(inputs, states, hidden)
+
+
 class BlockSession(ParallelContextSession):
     """Drafts trees (or chains) for a batch, a block of each row in one forward."""
 
@@ -126,7 +148,7 @@ class BlockSession(ParallelContextSession):
         logits = drafter.logits(hidden[:, first : first + depth], self.weights)
         if head is None:
             return logits, None
-        return head.keep_candidates(logits), TokenBias(
+        return head.keep_candidates(logits), BlockBias(
             head, self.weights.embed, head.seen(hidden), first, self._since()
         )
 
