@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from ..core.cache_name import given_cache
 from ..core.refusals import DraftingRefused
 from ..core.statistics import DraftStatistics
+from ..core.tensors import device_of
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Drafter, Session, WrappedDrafter
 from ..engine.decoding import check_call, check_verifier, first_prompt, introduce, speculative_decoding
@@ -73,21 +74,6 @@ class Prepared:
             return False
         longest = max(each.config.max_length for each in (self, *others))
         return most is None or not others or (len(others) + 1) * longest <= most  # else it is refused when it begins
-
-    def alone(self, statistics: DraftStatistics, refused: Callable[[DraftingRefused], Any]) -> Any:
-        """Decodes it as a separate call, without drafts where they are refused; returns what `generate()` does.
-
-        `statistics` are filled in; they have no forwards where drafts are refused at once, which an attachment counts.
-        Where they are refused after the prompt, `refused` is called.
-        """
-        call = {**self.call, "statistics": statistics, "refused": refused}
-        try:
-            return speculative_decoding(self.target, self.drafter, self.input_ids, **call)
-        except DraftingRefused:
-            if statistics.target_forwards:  # the text has begun
-                raise
-            plain = {name: value for name, value in self.call.items() if name != "tokenizer"}
-            return self.target._sample(self.input_ids, **plain)
 
     def verifier(self, drafter: Drafter) -> Verifier:
         """Returns the rule that accepts its drafts; raises what a separate call raises before it does any work.
@@ -248,14 +234,22 @@ class Request:
             torch.manual_seed(self.seed)
             yield
 
-    def alone(self, prepared: Prepared, tally: Tally, device: torch.device) -> FinishedText:
-        """Decodes it as a separate call."""
+    def alone(self, prepared: Prepared, tally: Tally) -> FinishedText:
+        """Decodes it as a separate call, without drafts where they are refused; raises what that raises.
+
+        Where they are refused at once, an attachment counts it; after the prompt, the result says so.
+        """
+        target, call = prepared.target, prepared.call
         statistics, refusals, began = DraftStatistics(), list[DraftingRefused](), time.perf_counter()
-        with self.seeded(device):
+        with self.seeded(device_of(target)):
             try:
-                output = prepared.alone(statistics, refusals.append)
-            except Exception as error:
-                return FinishedText(self.index, None, error)
+                more: dict[str, Any] = {"statistics": statistics, "refused": refusals.append}
+                output = speculative_decoding(target, prepared.drafter, prepared.input_ids, **call, **more)
+            except DraftingRefused:
+                if statistics.target_forwards:  # the text has begun
+                    raise
+                plain = {name: value for name, value in call.items() if name != "tokenizer"}
+                output = target._sample(prepared.input_ids, **plain)
         tally.took(statistics)
         statistics.total_seconds = time.perf_counter() - began
         if refusals or not statistics.target_forwards:

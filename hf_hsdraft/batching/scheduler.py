@@ -232,7 +232,7 @@ class ContinuousBatching:
     def _decode_alone(self, request: Request, prepared: Prepared, why: str) -> None:
         self.alone[why] += 1
         logger.warning_once(f"Not decoded together with other texts: {why}.")
-        self._gone.append(request.alone(prepared, self.tally, device_of(self.target)))
+        self._gone.append(request.alone(prepared, self.tally))
 
     def _read_prompts(self) -> list[Text]:
         """Reads on in prompts, up to `chunk_size` tokens; returns the texts whose prompts are read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,7 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
 
 def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The figures of each variant of each report, by description; equal descriptions are numbered."""
-    found: dict[str, str] = {}
+    found, seen = dict[str, str](), Counter[str]()
     for benchmark in benchmarks:
         settings = benchmark["settings"]
         drawn = f"seed {settings.get('seed')}" if settings.get("do_sample") else "greedy"
@@ -131,13 +132,13 @@ def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         for variant in sorted(benchmark["ours"], key=chain_length):  # trees first, as they are
             row = benchmark["summary"][variant]
             title = printable(", ".join([variant, *circumstances(settings), drawn, prompts]), 400)
-            number = next(n for n in range(1, len(found) + 2) if (title if n == 1 else f"{title} ({n})") not in found)
+            seen[title] += 1
             if is_chain(variant) and row.get("acceptance_length") is not None:
                 figure = f"acceptance length {row['acceptance_length']:.2f}"
             else:
                 figure = f"tau {row['tau']:.2f}, speed-up {row['speed_up']:.2f}"
             machine = printable(f"{settings['processor']}, threads: {settings['threads']}")
-            found[title if number == 1 else f"{title} ({number})"] = f"{figure} ({machine})"
+            found[title if seen[title] == 1 else f"{title} ({seen[title]})"] = f"{figure} ({machine})"
     return found
 
 
