@@ -70,7 +70,7 @@ def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
             commit=model.commit,
             refs=model.refs,
             target=printable(named or ""),
-            format=form.name if form else str(_whole(config.get("format_version", 1))),
+            format=form.name if form else printable(config.get("format_version", 1)),
             bytes=_bytes(checkpoint),
             problem=_problem(config),
         )
@@ -176,12 +176,11 @@ def _format_in(checkpoint: Checkpoint) -> Any:
 
 
 def _problem(config: Mapping[str, Any]) -> str:
-    if config.get("model_type") != HSDraftConfig.model_type:
-        return ""
-    try:
-        HSDraftConfig.from_dict(dict(config))
-    except (TypeError, ValueError) as error:
-        return printable(error, 400)
+    if config.get("model_type") == HSDraftConfig.model_type:
+        try:
+            HSDraftConfig.from_dict(dict(config))
+        except (TypeError, ValueError) as error:
+            return printable(error, 400)
     return ""
 
 
@@ -190,7 +189,3 @@ def _bytes(checkpoint: Checkpoint) -> int:
         return checkpoint.bytes
     except (OSError, ValueError):
         return 0
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0

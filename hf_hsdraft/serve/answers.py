@@ -40,7 +40,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..generate.attachment import Attachment
 from ..runtime.prompt_inputs import end_tokens, room_left
 from .choices import TokenLogProbs, interleaved, joined
-from .guards import RequestLimits
+from .guards import RequestLimits, error_document
 from .metrics import AnswerClock, Metrics
 from .prompts import constraining
 from .requests import Asked, Chatting, refused
@@ -234,8 +234,7 @@ class Answer(BaseStreamer):
         self._new: list[int] = []
         self._clock = AnswerClock(decoder.metrics)
         self._cancelled = False
-        self.failure = ""  # message of the error that ended a stream
-        self.failed_status = 500
+        self.failure: dict[str, Any] = {}  # document of the error that ended a stream
 
     def generate_streaming(
         self, *_: Any, response_parser: Any = None, **__: Any
@@ -249,8 +248,9 @@ class Answer(BaseStreamer):
             except (_GenerationCancelled, asyncio.CancelledError):
                 queue.put_nowait(None)
             except Exception as error:
-                self.failed_status, self.failure, _ = told(error)
-                queue.put_nowait(_StreamError(self.failure))
+                status, message, _ = told(error)
+                self.failure = error_document(status, message)
+                queue.put_nowait(_StreamError(message))
 
         self._work = loop.create_task(work())  # a task that nothing holds may be collected
         return queue, streamer

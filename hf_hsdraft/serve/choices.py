@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from .guards import error_document
-
 _LEAST = -9999.0  # in place of minus infinity, which JSON lacks
 _FAILED = 'data: {"error": "'  # the event of an error, by transformers' handlers
 
@@ -108,7 +106,7 @@ async def interleaved(streams: Sequence[AsyncIterator[str]], answers: Sequence[A
     def documents(answer: Any, part: str) -> Iterator[dict[str, Any]]:
         for event in filter(None, part.split("\n\n")):
             if answer.failure and event.startswith(_FAILED):
-                yield error_document(answer.failed_status, answer.failure)
+                yield answer.failure
                 continue
             document = json.loads(event.removeprefix("data: "))
             if usage := document.pop("usage", None):
