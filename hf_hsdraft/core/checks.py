@@ -51,9 +51,11 @@ def nearest_option(name: str, options: Collection[str]) -> str:
     return next(iter(difflib.get_close_matches(name, sorted(options), n=1, cutoff=_NEAR)), "")
 
 
-def is_misspelt(name: str, option: str) -> bool:
-    """Whether a name is similar enough to an option's to be a typo."""
-    return name != option and difflib.SequenceMatcher(None, option, name).ratio() >= _ALIKE
+def typo_of(name: str, options: Collection[str]) -> str:
+    """Returns the option that a name is a typo of, or "" where it is none."""
+    near = nearest_option(name, options)
+    alike = difflib.SequenceMatcher(None, near, name).ratio() >= _ALIKE
+    return near if alike and near != name else ""
 
 
 def is_path(name: str) -> bool:
@@ -79,17 +81,15 @@ def public_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Limit:
-    """Allowed values of a field: a predicate, its wording, and the maximum of an integer."""
+    """Allowed values of a field: a predicate and its wording."""
 
     valid: Callable[[Any], bool]
     wanted: str
-    most: int = 0
 
 
 def integer(most: int, least: int = 1) -> Limit:
     """An integer range; the upper limit catches typos and files that would exhaust memory."""
-    wanted = f"an integer from {least} to {most:,}"
-    return Limit(lambda value: is_integer(value) and least <= value <= most, wanted, most)
+    return Limit(lambda value: is_integer(value) and least <= value <= most, f"an integer from {least} to {most:,}")
 
 
 def choice(*names: str) -> Limit:

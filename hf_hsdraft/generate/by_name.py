@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.checks import is_misspelt, nearest_option
+from ..core.checks import typo_of
 from ..core.forks import new_rlock
 from ..core.methods import load
 from ..core.tensors import device_of
@@ -39,8 +39,8 @@ def load_drafter(
         )
     if name == NGRAMS:
         return CachebackDrafter(**loading)
-    near = nearest_option(name, (_MTP, NGRAMS)) if isinstance(name, str) and not os.path.isdir(name) else ""
-    if near and is_misspelt(str(name), near):
+    near = typo_of(name, (_MTP, NGRAMS)) if isinstance(name, str) else ""
+    if near and not os.path.isdir(name):
         raise OSError(f"there is no drafter {name!r}: the nearest name is {near!r}, which needs no files")
     drafter = AutoDrafter.from_pretrained(name, **(loading if dtype is None else {"dtype": dtype, **loading}))
     return drafter.to(device).eval() if isinstance(drafter, nn.Module) else drafter

@@ -71,11 +71,6 @@ class Verifier:
     own_options: Sequence[Option] = ()  # `judge` finds their values as attributes of these names
     file: str = ""  # name of the file beside a drafter's weights with what the rule has learned
 
-    @property
-    def questions(self) -> Sequence[str]:
-        """Digests of the questions that it has learned from."""
-        return ()
-
     def with_options(self, values: Mapping[str, Any]) -> Verifier:
         """Returns the rule for a call, with its own options taken from `values`."""
         if not self.own_options:

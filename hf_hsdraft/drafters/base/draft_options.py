@@ -15,11 +15,11 @@ from ...core.checks import (
     choice,
     demand,
     few,
-    is_misspelt,
     is_number,
     nearest_option,
     printable,
     short,
+    typo_of,
 )
 from ...core.draft_tree import TREE_BUILDERS
 from ...core.methods import Registry, load, offered
@@ -224,12 +224,12 @@ def _check_names(config: GenerationConfig, options: set[str], kind: str) -> None
     unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
     told = []
     for name in unknown:
-        near = nearest_option(name, options)
-        if is_misspelt(name, near):
+        if meant := typo_of(name, options):
             raise ValueError(
-                f"{printable(name)} on drafter.generation_config is no drafting option: {near} is one; correct the "
+                f"{printable(name)} on drafter.generation_config is no drafting option: {meant} is one; correct the "
                 f"name, or remove it by `del drafter.generation_config.{printable(name)}`"
             )
+        near = nearest_option(name, options)
         told.append(f"{name} (the nearest option is {near})" if near else name)
     if told:
         logger.warning_once(f"fields of drafter.generation_config that mean nothing to a {kind}: {few(told)}")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ...core.checks import demand, is_misspelt, nearest_option, printable, settings
+from ...core.checks import demand, printable, settings, typo_of
 from ...core.methods import load, offered
 from ...hub.code_files import ENTRY, PLACE
 from ...hub.drafter_files import (
@@ -41,8 +41,8 @@ def _name_nearest(kind: str, error: TypeError, given: Collection[str], fields: C
     name = next((name for name in given if f"unexpected keyword argument '{name}'" in str(error)), None)
     if name is None:
         return
-    near = nearest_option(name, fields)
-    hint = f"the nearest is {near}" if is_misspelt(name, near) else "expected one of transformers' from_pretrained"
+    near = typo_of(name, fields)
+    hint = f"the nearest is {near}" if near else "expected one of transformers' from_pretrained"
     raise TypeError(f"{kind}.from_pretrained has no argument {printable(name)}: {hint}") from error
 
 

@@ -163,8 +163,6 @@ class Drafter:
     takes_tree_builders: bool = False  # whether sessions accept any `tree_builder`, including those that draw nodes
     least_ngram_length: int = 0  # least `ngram_length`; 0 if n-grams are optional
     own_options: Sequence[Option] = ()  # options of this family; their values are in `call.options.own`
-    # Formats of other projects that `save_pretrained` writes; it then takes `target_name` too
-    saved_as: Sequence[str] = ()
     # Why it has no files, and what to do instead of saving it; "" if it has
     unsaved: str = "it has no files of its own; make it again where you need it"
     generation_config: GenerationConfig  # the drafting options
@@ -238,14 +236,8 @@ class Drafter:
 
         `folder` is created if missing; `target_name` is by default the one that the drafter knows.
         """
-        if form not in self.saved_as:
-            wanted = f"expected {' or '.join(self.saved_as)}" if self.saved_as else "it has no format but its own"
-            wanted += "; save it by save_pretrained, whose files all programs that can run it read"
-            raise ValueError(
-                f"a {type(self).__name__} cannot be written in the format {form!r}: {self.unsaved or wanted}"
-            )
-        named = {"target_name": target_name} if target_name else {}
-        self.save_pretrained(folder, **named)
+        only = "it has no format but its own; save it by save_pretrained, whose files all programs that can run it read"
+        raise ValueError(f"a {type(self).__name__} cannot be written in the format {form!r}: {self.unsaved or only}")
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Raises a ValueError: only a `SavedDrafter` has files."""

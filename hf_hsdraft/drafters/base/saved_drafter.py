@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import FORMAT_VERSION, few, is_misspelt, nearest_option, printable
+from ...core.checks import FORMAT_VERSION, few, printable, typo_of
 from ...hub.checkpoint import reader
 from ...hub.drafter_files import (
     CONFIG,
@@ -111,12 +111,11 @@ def give_options(drafter: Any, stored: Mapping[str, Any], given: Mapping[str, An
 def refuse_unknown(kind: str, given: Collection[str], names: Collection[str], others: bool = False) -> None:
     """Raises a TypeError if an argument is not a drafting option; with `others`, only if it is a typo of one."""
     for name in sorted(set(given) - set(names)):
-        near = nearest_option(name, names)
-        hint = f"expected {', '.join(PLACEMENT)}, or one of {', '.join(sorted(names))}"
-        if is_misspelt(name, near):
-            hint = f"the nearest option is {near}"
-        elif others:
+        near = typo_of(name, names)
+        if others and not near:
             continue
+        expected = f"expected {', '.join(PLACEMENT)}, or one of {', '.join(sorted(names))}"
+        hint = f"the nearest option is {near}" if near else expected
         raise TypeError(f"{kind} has no drafting option {printable(name)}: {hint}")
 
 

@@ -8,7 +8,6 @@ weights are plain; drafts.h has both.
 from __future__ import annotations
 
 import copy
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -257,10 +256,6 @@ class _Made:
     values: torch.Tensor  # a sample, to detect uncounted writes (to `.data`, in inference mode)
     weights: QuickWeights
 
-    def is_of(self, tensors: Sequence[torch.Tensor], stamp: tuple[Any, ...], values: torch.Tensor) -> bool:
-        same = self.stamp == stamp and all(map(operator.is_, self.tensors, tensors))
-        return same and torch.equal(self.values, values)
-
 
 def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head: nn.Linear) -> QuickWeights:
     """Returns a drafter's weights with the target's head, cached until either changes.
@@ -280,7 +275,7 @@ def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head:
         # Kept with output layer and drafter, so that they end with either
         of_head: weakref.WeakKeyDictionary[Any, _Made] = kept_with(head, "weights", weakref.WeakKeyDictionary)
         kept = of_head.get(drafter)
-        if kept is None or not kept.is_of(tensors, stamp, values):
+        if kept is None or kept.stamp != stamp or not torch.equal(kept.values, values):
             weights = QuickWeights.of(drafter, drafter.borrow(embedding, output_head).head)
             kept = of_head[drafter] = _Made(tensors, stamp, values, replace(weights, spare=[]))
         return kept.weights
@@ -289,7 +284,7 @@ def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head:
 def _stamp(drafter: HSDraftNetwork, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What shows a change without reading values. Inference tensors have no write counter."""
     ids = drafter.config.draft_vocab_ids
-    seen = [(t.data_ptr(), 0 if t.is_inference() else t._version, t.shape, t.dtype, t.device) for t in tensors]
+    seen = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version, t.shape, t.dtype, t.device) for t in tensors]
     return are_rounded(), KERNEL.operators() is not None, ids if ids is None else tuple(ids), seen
 
 

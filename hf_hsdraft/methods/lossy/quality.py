@@ -139,7 +139,7 @@ def systems_of(drafter: Any, rules: Sequence[Rule], timed: bool = True) -> list[
 
 def trained_with(drafter: Any, rules: Sequence[Rule]) -> set[str]:
     """Returns digests of the questions that a rule was trained with; a ValueError if a rule is impossible here."""
-    return {each for rule in rules for each in _verifier(drafter, rule).questions}
+    return {each for rule in rules for each in getattr(_verifier(drafter, rule), "questions", ())}
 
 
 def _verifier(drafter: Any, rule: Rule) -> Verifier:

@@ -154,7 +154,7 @@ class PublishedNetwork(nn.Module, SavedDrafter):
     - labels: for `loss_function(drafter, hidden_states, labels)`; None for no loss.
     """
 
-    saved_as: Sequence[str] = ("speculators",)
+    saved_as: Sequence[str] = ("speculators",)  # formats of other projects that `save_pretrained` writes
     config_class: Any
     config: Any
     loss_function: Any = None
@@ -219,6 +219,17 @@ class PublishedNetwork(nn.Module, SavedDrafter):
         """Returns the shapes of further tensors, which files may have and this drafter does not read."""
         size, drafted = self.config.vocab_size, self.config.draft_vocab_size
         return {} if size is None else {"t2d": (size,), "d2t": (drafted,)}
+
+    def export(self, form: str, folder: str | os.PathLike[str], target_name: str = "") -> None:
+        if not self.saved_as:
+            super().export(form, folder, target_name)
+        if form not in self.saved_as:
+            raise ValueError(
+                f"a {type(self).__name__} cannot be written in the format {form!r}: expected "
+                f"{' or '.join(self.saved_as)}; save it by save_pretrained, whose files all programs that can run it "
+                "read"
+            )
+        self.save_pretrained(folder, **{"target_name": target_name} if target_name else {})
 
     @classmethod
     def at_once(cls, config: Any) -> bool:
