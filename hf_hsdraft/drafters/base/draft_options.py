@@ -34,12 +34,6 @@ BATCH_LEAST_NODES = 2  # least number of nodes of each row of a batch - by hand
 
 logger = logging.get_logger(__name__)
 
-# The value may come from the target's files rather than from the caller, and these must not decide that.
-NOT_TAKEN = (
-    "the target's generation configuration, or the call, asks for {name}={value}. It is not used, since {why}. To use "
-    "it, set drafter.generation_config.{name}"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOption(Option):
@@ -122,8 +116,11 @@ class DraftOptions:
                 why = "a history keeps users' texts"
             elif name in of_lossy or (name == "verification" and is_lossy(given)):
                 why = "lossy verification may change the text"
-            if why:
-                logger.warning_once(NOT_TAKEN.format(name=name, value=short(given), why=why))
+            if why:  # the value may come from the target's files, which must not decide that
+                logger.warning_once(
+                    f"the target's generation configuration, or the call, asks for {name}={short(given)}. It is not "
+                    f"used, since {why}. To use it, set drafter.generation_config.{name}"
+                )
             return set_here if why else given
 
         known = {**COMMON_OPTIONS, **own}
