@@ -152,7 +152,7 @@ def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
 
 LINES = {  # of the rooms that were made smaller; more needs a feature to show for it
     "core": 1758, "engine": 2172, "runtime": 3567, "verify": 559, "generate": 559, "training": 5659, "bench": 1294,
-    "cli": 2063, "drafters": 4989, "serve": 1862, "hub": 1441,
+    "cli": 2063, "drafters": 4984, "serve": 1862, "hub": 1441,
 }  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_the_core_stays_small() -> None:
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
     assert len(files) <= 176
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 31_995
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 31_990
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:

@@ -185,6 +185,7 @@ class HSDraftSession(ParallelSession):
         self._working = working or WorkingWeights.of(drafter, weights.head)
         self._roll_out = roll_out or RollOut(self._working, drafter, call.rows)
         self._rows = [_Row() for _ in range(call.rows)]
+        self._asked: Sequence[Ask] = ()  # those that are drafted for
         self.kind = *sizes, drafter.dtype, drafter.device
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -240,37 +241,31 @@ class HSDraftSession(ParallelSession):
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias]:
         logits = self._working.logits(hidden)
+        if self._reuse == "ensemble":
+            logits = logits.clone()
+            for place, ask in enumerate(self._asked):
+                if (leftover := self._rows[ask.row].leftover) is not None:
+                    self._working.ensemble(logits[place], leftover, ask.root, self._reuse_weight, self.weights.embed)
         return logits, bias_of(self._working, self.weights, hidden, logits)
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
-        left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
-        if not left:
-            return super().trees(asks, depth, options)
-        hidden, embed = self.drafted(asks, depth), self.weights.embed
-        logits = self._working.logits(hidden)
-        if self._reuse == "ensemble":
-            logits = logits.clone()
-            for place, leftover in left.items():
-                self._working.ensemble(logits[place], leftover, asks[place].root, self._reuse_weight, embed)
-        trees = self._of_states(asks, hidden, logits, options)
+        self._asked = asks
+        trees = super().trees(asks, depth, options)
         if self._reuse == "resample":
-            for place, leftover in left.items():
-                since = self._working.after(leftover.path, embed)[None]
-                states = leftover.hidden[None, : min(asks[place].depth, depth)]
-                [resampled] = self._of_states([asks[place]], states, self._working.logits(states), options, since)
-                if asks[place].chain:
-                    trees[place] = max(trees[place], resampled, key=DraftTree.expected_length)
-                else:
-                    trees[place] = merge_trees(trees[place], resampled, options.tree_size)
+            for place, ask in enumerate(asks):
+                if (leftover := self._rows[ask.row].leftover) is not None:
+                    resampled = self._resampled(ask, leftover, depth, options)
+                    if ask.chain:
+                        trees[place] = max(trees[place], resampled, key=DraftTree.expected_length)
+                    else:
+                        trees[place] = merge_trees(trees[place], resampled, options.tree_size)
         return trees
 
-    def _of_states(
-        self,
-        asks: Sequence[Ask],
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        options: DraftOptions,
-        since: torch.Tensor | None = None,
-    ) -> list[DraftTree]:
-        bias = bias_of(self._working, self.weights, hidden, logits, since)
-        return self.grown(asks, self.expanded(asks, hidden, options, logits, bias), options)
+    def _resampled(self, ask: Ask, leftover: Leftover, depth: int, options: DraftOptions) -> DraftTree:
+        """Drafts again from old states, with the tokens accepted since."""
+        since = self._working.after(leftover.path, self.weights.embed)[None]
+        states = leftover.hidden[None, : min(ask.depth, depth)]
+        logits = self._working.logits(states)
+        bias = bias_of(self._working, self.weights, states, logits, since)
+        [tree] = self.grown([ask], self.expanded([ask], states, options, logits, bias), options)
+        return tree
