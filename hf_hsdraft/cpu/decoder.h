@@ -180,7 +180,7 @@ struct Layer {
       query = query.shaped({texts, form.key_heads, groups * n, size});
       if (mask && n > 1) seen = cat(std::vector<Tensor>(groups, *mask), 2);
     }
-    const Tensor mixed = called("aten::scaled_dot_product_attention", query, keys, values, seen, 0.0, false,
+    const Tensor mixed = called("aten::scaled_dot_product_attention", query, keys, values, seen, 0.0, !mask && n > 1,
                                 std::optional<double>(form.scaling), query.size(1) != form.key_heads);
     return mixed.shaped({texts, form.heads, n, size}).transpose(1, 2).shaped({texts, n, -1});
   }
@@ -214,12 +214,13 @@ bool begins(const Tensor& room, const Tensor& held, int64_t more) {
          held.size(2) + more <= room.size(2);
 }
 
-// The outputs of each layer, then its keys and its values, which begin with those `held`, then the norm of the last
-// output if its weight is given; nothing where a room does not fit. `parts` has kOfLayer tensors for each layer, `held`
-// and `rooms` that of its keys and that of its values, [B, key heads, slots, size].
+// The outputs of the `wanted` layers, in order, then each layer's keys and values, which begin with those `held`, then the
+// norm of the last output if its weight is given; nothing where a room does not fit. `parts` has kOfLayer tensors for each
+// layer, `held` and `rooms` that of its keys and that of its values, [B, key heads, slots, size]. Without a mask tokens see
+// those before them.
 std::vector<Tensor> decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Maybe& mask,
                                const Maybe& last, const std::vector<Maybe>& parts, const std::vector<Tensor>& held,
-                               const std::vector<Tensor>& rooms,
+                               const std::vector<Tensor>& rooms, const Sizes& wanted,
                                const Sizes& formats, const Sizes& form, const std::vector<double>& scales) {
   const int64_t layers = rooms.size() / 2, texts = x.size(0), n = x.size(1);
   CHECK(form.size() == 6 && scales.size() == 3 && held.size() == rooms.size() && layers, "no such form");
@@ -240,20 +241,20 @@ std::vector<Tensor> decode(const Tensor& x, const Tensor& cos, const Tensor& sin
         rooms[i].size(0) != texts || rooms[i].size(1) != decoder.key_heads || rooms[i].size(3) != decoder.size ||
         rooms[i].stride(3) != 1)
       return {};
-    std::vector<Tensor> outputs;
+  CHECK(mask || n == 1 || decoder.way == kOurs || !length, "expected a mask");
+  std::vector<Tensor> outputs;
+  Tensor state = x;
   for (int64_t i = 0; i < layers; ++i) {
-    const Tensor& from = i ? outputs.back() : x;
     const auto run = [&](const auto& layer) {
-      return layer(from, cos, sin, mask, rooms[2 * i], rooms[2 * i + 1], length);
+      return layer(state, cos, sin, mask, rooms[2 * i], rooms[2 * i + 1], length);
     };
     const Maybe* own = &parts[i * kOfLayer];
     const int64_t* their = &formats[i * kProducts];
-    outputs.push_back(type == kFloat ? run(Layer<float>{decoder, own, their})
-                                         : run(Layer<uint16_t>{decoder, own, their}));
+    state = type == kFloat ? run(Layer<float>{decoder, own, their}) : run(Layer<uint16_t>{decoder, own, their});
+    if (std::find(wanted.begin(), wanted.end(), i) != wanted.end()) outputs.push_back(state);
   }
-  const Tensor end = outputs.back();
   for (const Tensor& room : rooms) outputs.push_back(room.narrow(2, 0, length + n));
   const auto norm = type == kFloat ? normed<float> : normed<uint16_t>;
-  if (last) outputs.push_back(norm(end, last, end.size(-1), decoder.eps, decoder.from_zero));
+  if (last) outputs.push_back(norm(state, last, x.size(-1), decoder.eps, decoder.from_zero));
   return outputs;
 }

@@ -63,13 +63,13 @@ void score(const Attention& task, Rows<T>& rows, int row) {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// Scores of a vector of keys under the mask; those beyond the last key are minus infinity.
-INLINE Floats masked(const Attention& task, const char* mask, int64_t first, Floats scores) {
+// Scores of a vector of keys under the mask; those from `end` on are minus infinity.
+INLINE Floats masked(const Attention& task, const char* mask, int64_t first, int64_t end, Floats scores) {
   const int64_t size = task.mask_type == kBool ? 1 : task.mask_type == kBFloat16 ? 2 : 4;
   const void* own = mask ? mask + size * first : nullptr;
   alignas(64) uint8_t copy[4 * kWidth];
-  if (task.length - first < kWidth) {
-    const int64_t inside = std::max<int64_t>(task.length - first, 0);
+  if (end - first < kWidth) {
+    const int64_t inside = std::max<int64_t>(end - first, 0);
     alignas(64) float found[kWidth];
     store(found, scores);
     std::fill_n(found + inside, kWidth - inside, kNothing);
@@ -85,13 +85,13 @@ INLINE Floats masked(const Attention& task, const char* mask, int64_t first, Flo
 
 // Turns the scores of a row into weights, relative to its highest score so far.
 template <typename T>
-void weigh(const Attention& task, Rows<T>& rows, int row, const char* mask, int64_t first) {
+void weigh(const Attention& task, Rows<T>& rows, int row, const char* mask, int64_t first, int64_t end) {
   float* scores = rows.scores[row];
   const Floats nothing = splat(kNothing);
   Floats found[kParts], most = nothing;
   uint32_t seen = 0;
   for (int part = 0; part < kParts; ++part) {
-    found[part] = masked(task, mask, first + kWidth * part, load(scores + kWidth * part));
+    found[part] = masked(task, mask, first + kWidth * part, end, load(scores + kWidth * part));
     most = greater_of(most, found[part]);
     seen |= bits_of(compared<_CMP_NEQ_UQ>(found[part], nothing));
   }
@@ -149,13 +149,15 @@ void write_out(const Attention& task, const Rows<T>& rows, int row, char* out) {
   for (int64_t at = 0; at < task.size; at += kWidth, out += kWidth * sizeof(T)) put<T>(out, load(rows.sums[row] + at) * share);
 }
 
-// Rows `begin` to `end` of a key head: query i of head g among those that share it is row g * n + i.
+// Rows `begin` to `end` of a key head: query i of head g among those that share it is row g * n + i. Without a mask it sees
+// the keys up to its own, of which there are n.
 template <typename T>
 void attend_rows(const Attention& task, int64_t text, int64_t head, int64_t begin, int64_t end) {
   thread_local Rows<T> rows;
   const int count = end - begin;
   const int64_t groups = task.heads / task.key_heads;
   const char* masks[kMostQueries];
+  int64_t ends[kMostQueries];
   for (int row = 0; row < count; ++row) {
     const int64_t group = (begin + row) / task.n, place = (begin + row) % task.n;
     const char* query = task.query + text * task.query_strides[0] + (head * groups + group) * task.query_strides[1] +
@@ -164,14 +166,16 @@ void attend_rows(const Attention& task, int64_t text, int64_t head, int64_t begi
     std::fill_n(rows.sums[row], task.size, 0.f);
     rows.highest[row] = -std::numeric_limits<float>::infinity(), rows.total[row] = 0;
     masks[row] = task.mask ? task.mask + text * task.mask_strides[0] + place * task.mask_strides[1] : nullptr;
+    ends[row] = task.mask ? task.length : task.length - task.n + place + 1;
   }
+  const int64_t length = *std::max_element(ends, ends + count);
   const char* keys = task.key + text * task.key_strides[0] + head * task.key_strides[1];
   const char* values = task.value + text * task.value_strides[0] + head * task.value_strides[1];
-  for (int64_t first = 0; first < task.length; first += kKeys) {
+  for (int64_t first = 0; first < length; first += kKeys) {
     load_keys<T>(task, keys, first, rows);
     by_few<kTogether>(0, count, [&](int row, auto few) { score<T, decltype(few)::value>(task, rows, row); });
-    for (int row = 0; row < count; ++row) weigh<T>(task, rows, row, masks[row], first);
-    const int64_t left = std::min<int64_t>(kKeys, task.length - first);
+    for (int row = 0; row < count; ++row) weigh<T>(task, rows, row, masks[row], first, ends[row]);
+    const int64_t left = std::min<int64_t>(kKeys, length - first);
     const char* block = values + first * task.value_strides[2];
     by_few<kTogether>(0, count, [&](int row, auto few) { add_all_values<T, decltype(few)::value>(task, rows, row, block, left); });
   }
@@ -191,6 +195,7 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value,
   CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), "dtypes differ");
   CHECK(size % 32 == 0 && size <= kMostSize && heads % key_heads == 0, "no such heads");
   CHECK(key.sizes() == value.sizes() && key.size(0) == texts && key.size(3) == size, "shapes differ");
+  CHECK(mask || n <= length, "expected a key for each query");
   CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "expected rows without gaps");
   Attention task{};
   if (mask) {
@@ -223,7 +228,8 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value,
   const int64_t each = (rows + parts - 1) / parts;
   parallel_for(0, tasks(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t place = begin; place < end; ++place) {
-      const int64_t first = place % parts * each, last = std::min(first + each, rows);
+      const int64_t part = place % parts, turn = part % 2 ? parts - 1 - part / 2 : part / 2;  // later rows see more
+      const int64_t first = turn * each, last = std::min(first + each, rows);
       const int64_t text = place / parts / key_heads, head = place / parts % key_heads;
       if (first >= last) continue;
       half ? attend_rows<uint16_t>(task, text, head, first, last) : attend_rows<float>(task, text, head, first, last);

@@ -6,6 +6,7 @@ differ by rounding alone.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 
 import torch
@@ -14,13 +15,12 @@ import torch.nn.functional as F
 from .private_operators import works
 from .small_weights import KERNEL
 
-# Number of queries of a text and a key head that our operator takes; the same in bfloat16 beside AMX, and with AVX-512
-# without AMX
+# Number of queries of a text and a key head that our operator takes beside AMX, in float32 and in bfloat16, for which
+# torch's kernel uses AMX. Without AMX it takes any number
 # - by hand; measured: 27 queries over 200 keys took 41 instead of 63 microseconds with AMX, 51 over 1,000 keys 385
-# instead of 307; with AVX-512 alone 576 over 192 keys 384 instead of 673, over 2,000 4,205 instead of 7,048 (bfloat16).
+# instead of 307; with AVX-512 alone 512 tokens of 9 heads 1.9 instead of 5.2 ms, 2,048 27 instead of 43 (bfloat16).
 FEW_QUERIES = 192
 FEW_QUERIES_BESIDE_TILES = 32
-FEW_QUERIES_AVX512 = 576
 
 _MASKS = (torch.bool, torch.bfloat16, torch.float32)
 _LANES, _MOST = 32, 256  # of the operator: a head's size is a multiple of the first, and at most the second
@@ -45,10 +45,9 @@ def attends(dtype: torch.dtype, queries: int) -> bool:
 
 
 def _most_queries(dtype: torch.dtype) -> int:
-    """AMX multiplies larger matrices of bfloat16 more quickly, and torch's kernel uses that."""
     if KERNEL.operators().has_tiles():
         return FEW_QUERIES_BESIDE_TILES if dtype == torch.bfloat16 else FEW_QUERIES
-    return FEW_QUERIES_AVX512 if torch.backends.cpu.get_cpu_capability() == "AVX512" else FEW_QUERIES
+    return sys.maxsize
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -36,7 +36,8 @@ enum Format : int64_t { kInt8, kBlocks8, kBlocks4, kLong4, kLong8, kHalves8, kWo
 constexpr int64_t kSizes[] = {512, 512 + 32, 256 + 64, 256 + 128, 512 + 128, 512 + 128, 256 + 64, 256 + 128};  // of a block
 constexpr bool in_words(int64_t format) { return format >= kWords4; }
 constexpr bool in_4_bits(int64_t format) { return format == kBlocks4 || format == kLong4 || in_words(format); }
-constexpr int kOutputs = 16, kInputs = 32, kPairs = 16, kMostRows = 32;
+constexpr int kOutputs = 16, kInputs = 32, kPairs = 16, kTileRows = 32;
+constexpr int kMostRows = 96;  // at once: their inputs stay in a core's cache while it reads weights
 constexpr int64_t of_scales(int64_t format) { return kSizes[format] - kOutputs * kInputs / (in_4_bits(format) ? 2 : 1); }
 
 constexpr int kLine = 64, kOfLine = 4;  // bytes and outputs of a line of words
@@ -110,12 +111,13 @@ Tensor product(const Tensor& x, const Tensor& blocks, const Maybe& scales,
   Task task{from.data(), blocks.data<uint8_t>(), scales ? scales->data<float>() : nullptr,
             bias ? bias->data() : nullptr, y.data(), 0, inputs, outputs};
   const int64_t size = half ? 2 : 4, size_of_x = from.element_size();
-  for (int64_t row = 0; row < rows; row += kMostRows) {
+  const bool with_tiles = half && by_tiles && has_tiles();
+  const int64_t most = with_tiles ? kTileRows : kMostRows;
+  for (int64_t row = 0; row < rows; row += most) {
     Task part = task;
-    part.rows = std::min<int64_t>(rows - row, kMostRows);
+    part.rows = std::min(rows - row, most);
     part.x = static_cast<const char*>(task.x) + row * inputs * size_of_x;
     part.y = static_cast<char*>(task.y) + row * outputs * size;
-    const bool with_tiles = half && by_tiles && has_tiles();
     constexpr decltype(&run<kInt8>) runs[] = {run<kInt8>,  run<kBlocks8>, run<kBlocks4>, run<kLong4>,
                                               run<kLong8>, run<kHalves8>, run<kWords4>,  run<kLongWords4>};
     runs[format](part, half, with_tiles);
@@ -183,7 +185,7 @@ const Library library(
       Operator<&attend>::run},
      {"decode",
       "(Tensor x, Tensor cos, Tensor sin, Tensor? mask, Tensor? last, Tensor?[] parts, Tensor[] held, Tensor[] rooms,"
-      " int[] formats, int[] form, float[] scales) -> Tensor[]",
+      " int[] wanted, int[] formats, int[] form, float[] scales) -> Tensor[]",
       Operator<&decode>::run, kAlsoPacked},
      {"roll_out",
       "(Tensor taps, Tensor embeds, Tensor positions, Tensor frequencies, Tensor?[] parts, Tensor[] rooms,"

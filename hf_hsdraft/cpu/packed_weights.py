@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import threading
 import time
 import types
@@ -40,12 +41,11 @@ PACKED_ROWS = 16  # number of rows that the layout is chosen for - by hand
 RACED_PRODUCTS = 30
 # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
 PACKED_LEAST_NUMBERS = 2**16
-# Number of rows up to which quantised weights are multiplied as such; more take unpacked weights. The second one with
-# AVX-512 but without AMX
-# - measured by small_products.py --rows 96,128,192,256, AMD EPYC with AVX-512: by Q4_1 192 rows took 0.96 of the time
-# in bfloat16, 0.80 in float32, 256 rows 0.97 and 0.93. Packed copies are quicker, and take memory.
+# Number of rows up to which quantised weights are multiplied as such by AMX; more take unpacked weights. Without AMX
+# any number is
+# - measured by small_products.py, AMD EPYC with AVX-512: by Q4_1 192 and 512 rows took 0.86 and 0.93 of the time in
+# bfloat16, 0.70 and 0.87 in float32.
 SMALL_ROWS = 96
-SMALL_ROWS_AVX512 = 192
 PACKED_BYTES = 2**31  # number of bytes of all copies in the process, unless they are asked for - by hand
 
 
@@ -74,11 +74,9 @@ def _wanted(linears: list[nn.Linear], asked_for: bool | None) -> list[nn.Linear]
     return linears if size <= PACKED_BYTES else []
 
 
-@cache
-def small_rows() -> int:
+def small_rows(dtype: torch.dtype) -> int:
     """Number of rows up to which the kernel, which is there, multiplies by quantised weights as such."""
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and not KERNEL.operators().has_tiles()
-    return SMALL_ROWS_AVX512 if wide else SMALL_ROWS
+    return SMALL_ROWS if dtype == torch.bfloat16 and KERNEL.operators().has_tiles() else sys.maxsize
 
 
 def packed_now(target: nn.Module) -> list[nn.Linear]:
@@ -235,7 +233,7 @@ class PackedWeight:
         if self._copy is not None and usual and x.numel():
             if not isinstance(self._copy, SmallCopy):
                 return self._quicker_product(x, self._copy, bias)
-            if x.numel() <= small_rows() * x.shape[-1]:
+            if x.numel() <= small_rows(x.dtype) * x.shape[-1]:
                 return self._copy(x, bias)
         return self._own_product(x, bias)
 

@@ -144,9 +144,9 @@ class Packing:
             return self.weights is not None
 
 
-def prompt_rows(room: int) -> int:
+def prompt_rows(dtype: torch.dtype, room: int) -> int:
     """Number of tokens up to which a prompt's forward gains by packed weights; `room` is as for `begin`."""
-    return 0 if KERNEL.operators() is None or room < PACKING_LEAST_ROOM else small_rows()
+    return 0 if KERNEL.operators() is None or room < PACKING_LEAST_ROOM else small_rows(dtype)
 
 
 def has_copies(target: Any) -> bool:

@@ -60,88 +60,102 @@ INLINE Floats dequantised(const uint8_t* block, const Scales& scales, int pair, 
   return found;
 }
 
-// 16 outputs of N rows from `row` on, in float32: sums of even and of odd inputs side by side.
-template <int64_t F, int N>
-void sums_of_products(const Task& task, int64_t row, int64_t group) {
-  const int64_t parts = task.inputs / kInputs;
-  const uint8_t* block = task.blocks + group * parts * kSizes[F];
-  const float* x = static_cast<const float*>(task.x) + row * task.inputs;
-  Floats sums[N][2];
-  for (int i = 0; i < N; ++i) sums[i][0] = sums[i][1] = splat(0.f);
-  for (int64_t part = 0; part < parts; ++part, block += kSizes[F], x += kInputs) {
-    ask_for<F>(block);
-    const Scales scales[] = {scales_of<F>(block, 0), scales_of<F>(block, 1)};
-    for (int two = 0; two < kPairs; two += 2)
-#pragma GCC unroll 2
-      for (int k = 0; k < 2; ++k) {
-        const Floats low = dequantised<F>(block, scales[0], two | k, 0);
-        const Floats high = dequantised<F>(block, scales[1], two | k, 1);
-#pragma GCC unroll 32
-        for (int i = 0; i < N; ++i) {
-          const Floats inputs = pairs_of(x + i * task.inputs + 2 * (two | k));
-          sums[i][0] = fused(low, inputs, sums[i][0]);
-          sums[i][1] = fused(high, inputs, sums[i][1]);
-        }
-      }
-  }
-#pragma GCC unroll 32  // else the compiler keeps sums in memory
-  for (int i = 0; i < N; ++i) {
-    alignas(64) float pairs[2 * kOutputs], found[kOutputs];
-#pragma GCC unroll 2
-    for (int side = 0; side < 2; ++side) store(pairs + kWidth * side, sums[i][side]);
-    for (int at = 0; at < kOutputs; ++at) found[at] = pairs[2 * at] + pairs[2 * at + 1];
-    write<F, false>(task, row + i, group * kOutputs, load(found));
-  }
-}
-
 template <int64_t F>
 INLINE __m512bh pairs_at(const uint8_t* block, const Scales (&scales)[2], int pair) {
   return _mm512_cvtne2ps_pbh(dequantised<F>(block, scales[1], pair, 1), dequantised<F>(block, scales[0], pair, 0));
 }
 
-// 16 outputs of N rows from `row` on, by dot products of pairs of bfloat16.
-template <int64_t F, int N>
-void dots(const Task& task, int64_t row, int64_t group) {
+// A pair of inputs of 16 outputs as rows are multiplied by it: a vector of pairs of bfloat16, or of float32 those of the
+// first 8 outputs and those of the last.
+template <bool Half>
+struct Pair {
+  Floats of[Half ? 1 : 2];
+};
+
+template <int64_t F, bool Half>
+INLINE Pair<Half> pair_of(const uint8_t* block, const Scales (&scales)[2], int pair) {
+  if constexpr (Half) return {(Floats)pairs_at<F>(block, scales, pair)};
+  else return {dequantised<F>(block, scales[0], pair, 0), dequantised<F>(block, scales[1], pair, 1)};
+}
+
+// The weights of a group of 16 outputs, dequantised, for many rows.
+template <int64_t F, bool Half>
+void unpack(const Task& task, int64_t group, Pair<Half>* to) {
   const int64_t parts = task.inputs / kInputs;
   const uint8_t* block = task.blocks + group * parts * kSizes[F];
-  const uint16_t* x = static_cast<const uint16_t*>(task.x) + row * task.inputs;
-  __m512 sums[N];
-  for (int i = 0; i < N; ++i) sums[i] = _mm512_setzero_ps();
-  for (int64_t part = 0; part < parts; ++part, block += kSizes[F], x += kInputs) {
+  for (int64_t part = 0; part < parts; ++part, block += kSizes[F]) {
     ask_for<F>(block);
     const Scales scales[] = {scales_of<F>(block, 0), scales_of<F>(block, 1)};
+#pragma GCC unroll 16
+    for (int pair = 0; pair < kPairs; ++pair) *to++ = pair_of<F, Half>(block, scales, pair);
+  }
+}
+
+// 16 outputs of N rows from `row` on; by `kept` weights, which `unpack` has made, where there are some.
+template <int64_t F, bool Half, int N, bool Kept>
+void sums_of_products(const Task& task, int64_t row, int64_t group, const Pair<Half>* kept) {
+  using T = std::conditional_t<Half, uint16_t, float>;
+  const int64_t parts = task.inputs / kInputs;
+  const uint8_t* block = task.blocks + group * parts * kSizes[F];
+  const T* x = static_cast<const T*>(task.x) + row * task.inputs;
+  Floats sums[N][Half ? 1 : 2];  // in float32, of even and of odd inputs side by side
+  for (int i = 0; i < N; ++i)
+    for (Floats& sum : sums[i]) sum = splat(0.f);
+  for (int64_t part = 0; part < parts; ++part, block += kSizes[F], kept += kPairs, x += kInputs) {
+    Scales scales[2];
+    if constexpr (!Kept) ask_for<F>(block), scales[0] = scales_of<F>(block, 0), scales[1] = scales_of<F>(block, 1);
     for (int two = 0; two < kPairs; two += 2)
 #pragma GCC unroll 2
       for (int k = 0; k < 2; ++k) {
-        const __m512bh weights = pairs_at<F>(block, scales, two | k);
-        const uint16_t* inputs = x + 2 * (two | k);
+        const Pair<Half> weights = Kept ? kept[two | k] : pair_of<F, Half>(block, scales, two | k);
+        const T* inputs = x + 2 * (two | k);
 #pragma GCC unroll 32
         for (int i = 0; i < N; ++i)
-          sums[i] = _mm512_dpbf16_ps(sums[i], weights, (__m512bh)splat_words(word_at(inputs + i * task.inputs)));
+          if constexpr (Half) {
+            const Words both = splat_words(word_at(inputs + i * task.inputs));
+            sums[i][0] = added_pairs(sums[i][0], (Words)weights.of[0], both);
+          } else {
+            const Floats both = pairs_of(inputs + i * task.inputs);
+            sums[i][0] = fused(weights.of[0], both, sums[i][0]), sums[i][1] = fused(weights.of[1], both, sums[i][1]);
+          }
       }
   }
-  for (int i = 0; i < N; ++i) write<F, true>(task, row + i, group * kOutputs, sums[i]);
+#pragma GCC unroll 32  // else the compiler keeps sums in memory
+  for (int i = 0; i < N; ++i) {
+    if constexpr (Half) {
+      write<F, true>(task, row + i, group * kOutputs, sums[i][0]);
+    } else {
+      alignas(64) float pairs[2 * kOutputs], found[kOutputs];
+#pragma GCC unroll 2
+      for (int side = 0; side < 2; ++side) store(pairs + kWidth * side, sums[i][side]);
+      for (int at = 0; at < kOutputs; ++at) found[at] = pairs[2 * at] + pairs[2 * at + 1];
+      write<F, false>(task, row + i, group * kOutputs, load(found));
+    }
+  }
+}
+
+template <int64_t F, bool Half, bool Kept, int N>
+void wide_rows(const Task& task, int64_t row, int64_t count, int64_t group, const Pair<Half>* kept) {
+  if constexpr (N > 0) {
+    if (count != N) return wide_rows<F, Half, Kept, N - 1>(task, row, count, group, kept);
+    sums_of_products<F, Half, N, Kept>(task, row, group, kept);
+  }
 }
 
 // Takes all rows, as many at once as there are registers.
-template <int64_t F, bool Half, int N>
-void wide_rows(const Task& task, int64_t row, int64_t count, int64_t group) {
-  if constexpr (N > 0) {
-    if (count != N) return wide_rows<F, Half, N - 1>(task, row, count, group);
-    if constexpr (Half)
-      dots<F, N>(task, row, group);
-    else
-      sums_of_products<F, N>(task, row, group);
-  }
-}
-
 template <int64_t F, bool Half>
 void wide(const Task& task, int64_t begin, int64_t end) {
   constexpr int64_t most = Half ? 24 : 12;
   const int64_t turns = (task.rows + most - 1) / most, each = (task.rows + turns - 1) / turns;
-  for (int64_t group = begin; group < end; ++group)
-    for (int64_t row = 0; row < task.rows; row += each)
-      wide_rows<F, Half, most>(task, row, std::min(each, task.rows - row), group);
+  const std::unique_ptr<Pair<Half>[]> kept(turns > 1 ? new Pair<Half>[task.inputs / 2] : nullptr);
+  for (int64_t group = begin; group < end; ++group) {
+    if (kept) unpack<F, Half>(task, group, kept.get());
+    for (int64_t row = 0; row < task.rows; row += each) {
+      const int64_t count = std::min(each, task.rows - row);
+      kept ? wide_rows<F, Half, true, most>(task, row, count, group, kept.get())
+           : wide_rows<F, Half, false, most>(task, row, count, group, nullptr);
+    }
+  }
 }
 
 #define TILES __attribute__((target("avx512vbmi,amx-tile,amx-bf16")))
@@ -205,7 +219,7 @@ TILES void tiles(const Task& task, int64_t begin, int64_t end) {
   shapes.bytes[4] = 64, shapes.rows[4] = kPairs;
   _tile_loadconfig(&shapes);
   alignas(64) __m512bh weights[2][kPairs];
-  alignas(64) float sums[kMostRows][kOutputs];
+  alignas(64) float sums[kTileRows][kOutputs];
   const int64_t stride = 2 * task.inputs;
   static const Tables tables;
   for (int64_t group = begin; group < end; ++group) {

@@ -194,7 +194,7 @@ def is_code_of_transformers(function: Any) -> bool:
 class Ahead:
     """What was computed for layers that are called later, or never."""
 
-    outputs: Sequence[torch.Tensor]
+    outputs: Mapping[int, torch.Tensor]  # by layer
     kwargs: dict[str, Any]
     states: list[tuple[Any, torch.Tensor, torch.Tensor]]  # each layer of the cache or room, its keys and values then
     normed: torch.Tensor | None = None  # the last output, if that was asked for
@@ -344,27 +344,33 @@ class Chain:
         owns: Sequence[Any],
         form_of: Callable[..., Any],
         norm: torch.Tensor | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> Ahead | None:
         """What the layers make of the first one's input and keywords; `None` where they have to run by themselves.
 
         `owns` are the layers of the cache, or rooms; `norm` is the weight of a norm after the last layer, see
-        `weight_of`.
+        `weight_of`; `wanted` are the layers whose outputs are, by default all.
         """
-        if not _is_usual(x, kwargs) or not self._agrees(parts, x, kwargs, form_of):
+        if not _is_usual(x, kwargs):
             return None
         mask, end = kwargs.get(MASK), owns[0].keys.shape[-2] + x.shape[1]
+        if mask is None and 1 < x.shape[1] < end:  # a call without a mask tells what a layer sees by `is_causal`
+            return None
         if mask is not None and (mask.shape[0] not in (1, len(x)) or mask.shape[1:] != (1, x.shape[1], end)):
             return None
-        made = self._decoded(parts, x, kwargs, owns, mask, norm)
+        if not self._agrees(parts, x, kwargs, form_of):
+            return None
+        wanted = range(len(owns)) if wanted is None else wanted
+        made = self._decoded(parts, x, kwargs, owns, mask, norm, wanted)
         if not made:
             for own in owns:
                 own.make_rooms(x.shape[1])
-            made = self._decoded(parts, x, kwargs, owns, mask, norm)
+            made = self._decoded(parts, x, kwargs, owns, mask, norm, wanted)
         if not made:
             return None
-        count = len(owns)
-        states = zip(owns, made[count : 3 * count : 2], made[count + 1 : 3 * count : 2], strict=True)
-        return Ahead(made, kwargs, list(states), None if norm is None else made[-1])
+        held = made[len(wanted) : len(wanted) + 2 * len(owns)]
+        outputs, states = dict(zip(wanted, made, strict=False)), zip(owns, held[::2], held[1::2], strict=True)
+        return Ahead(outputs, kwargs, list(states), None if norm is None else made[-1])
 
     def weight_of(self, norm: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
         """The weight of a norm that computes what those before attention do; `None` for others, or with hooks."""
@@ -429,7 +435,7 @@ class Chain:
         if not (plain and joint) or any(map(torch.Tensor.is_inference, weights)):  # these have no version
             return None
         self._weights = weights
-        self._most_rows = small_rows() if any(isinstance(copy, SmallCopy) for copy in copies) else sys.maxsize
+        self._most_rows = small_rows(dtype) if any(isinstance(copy, SmallCopy) for copy in copies) else sys.maxsize
         return parts, [copy.format if isinstance(copy, SmallCopy) else -1 for copy in copies]
 
     def _decoded(
@@ -440,10 +446,11 @@ class Chain:
         cache: Sequence[Any],
         mask: torch.Tensor | None,
         norm: torch.Tensor | None = None,
+        wanted: Sequence[int] = (0,),
     ) -> list[torch.Tensor]:
-        """Outputs, then keys and values, of the first layers, as many as `cache` has; nothing if it lacks room.
+        """Outputs of the `wanted` among the first layers, as many as `cache` has, then keys and values of each.
 
-        With a `norm`, that of the last output follows.
+        With a `norm`, that of the last output follows. Nothing if the cache lacks room.
         """
         rooms = [room for own in cache for room in own.rooms]
         if any(room is None for room in rooms):
@@ -453,27 +460,30 @@ class Chain:
         batch, n = x.shape[:2]
         way = _BY_US
         if not attends(x.dtype, heads // key_heads * n):
-            joined = joins_heads(batch, heads, key_heads, n, held[0].shape[-2] + n)
+            whole = mask is not None or n == 1  # else torch's kernel makes the mask, which is one head's
+            joined = whole and joins_heads(batch, heads, key_heads, n, held[0].shape[-2] + n)
             way = _BY_KEYS if joined else _BY_HEAD
         layers, form = len(cache), [*self._heads, way, *self._kind]
         size = len(parts[0]) // len(self.layers) * layers
-        given = parts[0][:size], held, rooms, parts[1][: 4 * layers], form, self._scales
+        given = parts[0][:size], held, rooms, list(wanted), parts[1][: 4 * layers], form, self._scales
         return KERNEL.operators().decode(x, *kwargs[_ANGLES], mask, norm, *given)
 
     def _agrees(self, parts: Parts, x: torch.Tensor, kwargs: dict[str, Any], form_of: Callable[..., Any]) -> bool:
         """Whether the operator computes what the first layer does, but for rounding, without a past; tried once."""
-        (batch, count), key = x.shape[:2], (self.description, x.dtype, x.shape[0] > 1, x.shape[1] > 1)
+        (batch, count), causal = x.shape[:2], kwargs.get(MASK) is None
+        key = (self.description, x.dtype, batch > 1, count > 1, causal)
         if key not in _tried:
-            found = form_of(x, kwargs)
+            seen = torch.ones(count, count, dtype=torch.bool).tril().expand(batch, 1, count, count).contiguous()
+            found = form_of(x, kwargs | {MASK: seen})
             if found is None:
                 return False
-            mask = torch.ones(count, count, dtype=torch.bool).tril().expand(batch, 1, count, count)
+            mask = None if causal else seen
             form, tensors = found
             hidden_states, given = arguments_of(form, tensors, mask, Nothing())
             layer = self.layers[0]
             expected = type(layer).forward(layer, hidden_states, **given)
             try:
-                made = self._decoded(parts, x, kwargs, self.rooms_for(x)[:1], mask.contiguous())
+                made = self._decoded(parts, x, kwargs, self.rooms_for(x)[:1], mask)
             except RuntimeError:  # torch's packed product takes something else
                 made = []
             _tried[key] = bool(made) and isinstance(expected, torch.Tensor) and are_close(expected, made[0], x)
@@ -483,9 +493,7 @@ class Chain:
 def _is_usual(x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether a call gives a layer no more than the operator reads, of a tree or of a single token."""
     angles, mask = kwargs.get(_ANGLES), kwargs.get(MASK)
-    if (mask is None and x.shape[1] > 1) or not x.is_contiguous():
-        return False
-    if x.is_inference() or not (isinstance(angles, tuple) and len(angles) == 2):
+    if not x.is_contiguous() or x.is_inference() or not (isinstance(angles, tuple) and len(angles) == 2):
         return False
     if any(each.dtype != x.dtype or each.dim() != 3 or not each.is_contiguous() for each in angles):
         return False

@@ -89,17 +89,18 @@ class WholeModel:
         if begins or (mask is not None and mask.dim() == 2):
             asked = {"config": model.config, "inputs_embeds": x, MASK: mask, CACHE: cache, _POSITIONS: positions}
             mask = self._create_mask(**asked)
-            if begins:  # `None` stands for a causal one
-                mask = None if mask is not None else x.new_ones(ids.shape[1], ids.shape[1]).bool().tril()[None, None]
-        if owns is None or (begins and mask is None):
+        if owns is None or (begins and mask is not None):  # padding, whose states are any
             return NotImplemented
         given = {name: value for name, value in kwargs.items() if name not in _OWN}
         given |= {MASK: mask, "position_embeddings": model.rotary_emb(x, positions)}
         norm = self._chain.weight_of(model.norm, x.dtype)
-        ahead = self._chain.together(parts, x, given, owns, self._form_of, norm)
+        count = len(owns)
+        states = set(range(count + 1) if wanted is True else wanted or ())
+        outputs = {place - 1 for place in states & set(range(1, count))} | ({count - 1} if norm is None else set())
+        ahead = self._chain.together(parts, x, given, owns, self._form_of, norm, sorted(outputs))
         if ahead is None:
             return NotImplemented
-        output = _output(model, x, ahead, cache, wanted)
+        output = _output(model, x, ahead, cache, states)
         if key not in _tried:
             return self._compared(key, model, kwargs, output)
         self._ran()
@@ -152,14 +153,12 @@ def _is_empty(cache: Any) -> bool:
     )
 
 
-def _output(model: Any, x: torch.Tensor, ahead: Ahead, cache: Any, wanted: Any) -> Any:
-    """As the model's forward returns it."""
-    count, states = len(ahead.states), None
+def _output(model: Any, x: torch.Tensor, ahead: Ahead, cache: Any, wanted: set[int]) -> Any:
+    """As the model's forward returns it, with the hidden states at the `wanted` places."""
+    count = len(ahead.states)
     last = model.norm(ahead.outputs[count - 1]) if ahead.normed is None else ahead.normed
-    if wanted:
-        all_states = (x, *ahead.outputs[: count - 1], last)
-        kept = range(count + 1) if wanted is True else wanted
-        states = tuple(state if place in kept else None for place, state in enumerate(all_states))
+    each = {0: x, count: last} | {place: ahead.outputs.get(place - 1) for place in range(1, count)}
+    states = tuple(each[place] if place in wanted else None for place in range(count + 1)) if wanted else None
     found: Mapping[str, Any] = {"last_hidden_state": last, CACHE: cache, "hidden_states": states}
     return BaseModelOutputWithPast(**found)
 

@@ -107,7 +107,7 @@ class Acceleration:
 
         The others are as for `begin`.
         """
-        if not self.copied or asked_for is False or rows > prompt_rows(room):
+        if not self.copied or asked_for is False or rows > prompt_rows(self._target.dtype, room):
             yield
             return
         self.begin(asked_for, room, programs)

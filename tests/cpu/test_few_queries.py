@@ -53,6 +53,17 @@ def test_any_number_of_keys_and_queries(dtype, length, n):
 
 
 @pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize(("n", "length"), [(1, 9), (5, 5), (64, 64), (130, 130), (25, 90)])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_without_a_mask_queries_see_the_keys_before_them(dtype, n, length, heads):
+    query, key, value, _ = a_layer(2, heads, n=n, length=length, dtype=dtype)
+    found = FOUND.attend(query, key, value, None, 0.3)
+    seen = torch.ones(n, length, dtype=torch.bool).tril(length - n)
+    expected = by_the_formula(query, key, value, seen, 0.3)
+    assert (found.double() - expected).norm() <= ERRORS[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
 @pytest.mark.parametrize("size", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (9, 3), (8, 1)])
 def test_heads_of_any_size_in_a_batch(dtype, size, heads, key_heads):

@@ -77,7 +77,7 @@ def test_sums_of_words(operators, dtype):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 18, 32, 34, 64, 80])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 18, 32, 34, 64, 80, 97, 200])
 @pytest.mark.parametrize("by_tiles", [True, False])
 @torch.no_grad()
 def test_products_are_those_of_the_weight(operators, format, rows, by_tiles):
@@ -131,7 +131,7 @@ def quantised(target, layers: str = "mlp"):
 
 
 @torch.no_grad()
-def test_a_quantised_layer_multiplies_by_its_8_bits(operators):
+def test_a_quantised_layer_multiplies_by_its_8_bits(operators, monkeypatch):
     target = quantised(make_target())
     linear, x = target.model.layers[0].mlp.gate_proj, torch.randn(1, 9, 32)
     packed, plain = PackedWeight(linear.weight, shared=True), linear(x)
@@ -140,7 +140,9 @@ def test_a_quantised_layer_multiplies_by_its_8_bits(operators):
     linear.weight.qdata[3, 4] += 1
     assert not packed.holds(linear.weight)
     many = torch.randn(1, 200, 32)
-    assert torch.equal(packed(many), linear(many)), "many rows are the layer's own product"
+    torch.testing.assert_close(packed(many), linear(many))
+    monkeypatch.setattr(packed_weights, "small_rows", lambda dtype: 96)  # as beside AMX
+    assert torch.equal(packed(many), linear(many)), "more rows are the layer's own product"
 
 
 @torch.no_grad()

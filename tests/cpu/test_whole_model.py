@@ -69,6 +69,15 @@ def test_texts_and_states_are_plain_decodings(runs, kind, inputs):
     assert all(whole_model._tried.values()) or inputs is PADDED
 
 
+def test_long_prompts_are_plain_decodings(runs):
+    target, long = model_of("llama", **{**SIZES, "initializer_range": 0.1}), IDS[:1].repeat(1, 24)
+    plain, drafter = target.generate(long, **GREEDY), asking(target)
+    for _ in range(3):
+        runs.clear()
+        assert torch.equal(target.generate(long, **GREEDY, assistant_model=drafter), plain)
+    assert runs[0]
+
+
 @pytest.mark.parametrize("prompt", [IDS[:1], IDS[:1, :1]], ids=["prompt", "one-token"])
 def test_a_cache_of_the_caller_is_filled(runs, prompt):
     target = KINDS["llama"]()
