@@ -110,7 +110,7 @@ def test_saving_pushes_where_it_is_asked_to(name, tmp_path, monkeypatch):
         monkeypatch.setattr(
             saved_drafter, push, lambda folder, repo_id, **given: sent.append((repo_id, given, set(folder.iterdir())))
         )
-    told = {"target_name": "user/target"} if drafter.saved_as else {}
+    told = {"target_name": "user/target"} if getattr(drafter, "saved_as", ()) else {}
     drafter.save_pretrained(tmp_path / "mine", **told)
     assert not sent
     drafter.save_pretrained(tmp_path / "mine", **told, push_to_hub=True, private=True)
