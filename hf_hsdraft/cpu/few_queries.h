@@ -1,4 +1,4 @@
-// Attention of few queries over a cache: those of all heads that share keys read each key once.
+// Attention over a cache: queries of all heads that share a key head read each key once.
 //
 // A task has a few rows, queries of one text and one key head. Keys come in blocks, transposed in registers to
 // [size][keys], so that a vector holds one number of several keys. The softmax is kept running over the blocks (FlashAttention,

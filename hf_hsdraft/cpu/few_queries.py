@@ -1,7 +1,7 @@
-"""Attention of few queries by an operator of ours, which reads a text's keys once for all heads that share them.
+"""Attention by an operator of ours, which reads a text's keys once for all heads that share them.
 
-torch's kernel multiplies small matrices by a library for large ones. Scores and sums are float32 in both, so results
-differ by rounding alone.
+On processors with AMX it is used for few queries only. torch's kernel multiplies small matrices by a library for large
+ones. Scores and sums are float32 in both, so results differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from .private_operators import works
 from .small_weights import KERNEL
 
-# Number of queries of a text and a key head that our operator takes beside AMX, in float32 and in bfloat16, for which
-# torch's kernel uses AMX. Without AMX it takes any number
+# Greatest number of queries of a text and a key head that our operator takes on processors with AMX, in float32 and in
+# bfloat16, for which torch's kernel uses AMX. On others there is no limit
 # - by hand; measured: 27 queries over 200 keys took 41 instead of 63 microseconds with AMX, 51 over 1,000 keys 385
 # instead of 307; with AVX-512 alone 512 tokens of 9 heads 1.9 instead of 5.2 ms, 2,048 27 instead of 43 (bfloat16).
 FEW_QUERIES = 192
@@ -65,7 +65,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: tor
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (query, key, value, mask)):
         return False
     if mask is None:
-        return True
+        return n == 1
     of_all_heads = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, n, key.shape[2])
     return of_all_heads and mask.dtype in _MASKS and mask.stride(3) == 1
 

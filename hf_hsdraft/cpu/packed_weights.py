@@ -41,8 +41,8 @@ PACKED_ROWS = 16  # number of rows that the layout is chosen for - by hand
 RACED_PRODUCTS = 30
 # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
 PACKED_LEAST_NUMBERS = 2**16
-# Number of rows up to which quantised weights are multiplied as such by AMX; more take unpacked weights. Without AMX
-# any number is
+# Greatest number of rows that AMX multiplies by quantised weights; more take unpacked weights. Without AMX there is no
+# limit
 # - measured by small_products.py, AMD EPYC with AVX-512: by Q4_1 192 and 512 rows took 0.86 and 0.93 of the time in
 # bfloat16, 0.70 and 0.87 in float32.
 SMALL_ROWS = 96

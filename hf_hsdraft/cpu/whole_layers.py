@@ -309,8 +309,8 @@ class Chain:
     def _begin(self, x: torch.Tensor, kwargs: dict[str, Any], form_of: Callable[..., Any]) -> Any:
         parts = self.ready(x.shape[0] * x.shape[1])
         owns = None if parts is None else self.held_by(cache_of(kwargs))
-        ahead = None if parts is None or owns is None else self.together(parts, x, kwargs, owns, form_of)
-        return NotImplemented if ahead is None else self._next(ahead)
+        ahead = parts and owns and self.together(parts, x, kwargs, owns, form_of, range(len(owns)))
+        return self._next(ahead) if ahead else NotImplemented
 
     def held_by(self, cache: Any) -> list[Any] | None:
         """The layers of a cache that hold what these have read, with room to grow; `None` for others."""
@@ -343,29 +343,26 @@ class Chain:
         kwargs: dict[str, Any],
         owns: Sequence[Any],
         form_of: Callable[..., Any],
+        wanted: Sequence[int],
         norm: torch.Tensor | None = None,
-        wanted: Sequence[int] | None = None,
     ) -> Ahead | None:
         """What the layers make of the first one's input and keywords; `None` where they have to run by themselves.
 
-        `owns` are the layers of the cache, or rooms; `norm` is the weight of a norm after the last layer, see
-        `weight_of`; `wanted` are the layers whose outputs are, by default all.
+        `owns` are the layers of the cache, or rooms; `wanted` are the layers whose outputs are returned; `norm` is the
+        weight of a norm after the last layer, see `weight_of`.
         """
-        if not _is_usual(x, kwargs):
-            return None
         mask, end = kwargs.get(MASK), owns[0].keys.shape[-2] + x.shape[1]
-        if mask is None and 1 < x.shape[1] < end:  # a call without a mask tells what a layer sees by `is_causal`
+        if mask is None and 1 < x.shape[1] < end:  # sdpa's `is_causal` counts from the first key
             return None
         if mask is not None and (mask.shape[0] not in (1, len(x)) or mask.shape[1:] != (1, x.shape[1], end)):
             return None
-        if not self._agrees(parts, x, kwargs, form_of):
+        if not _is_usual(x, kwargs) or not self._agrees(parts, x, kwargs, form_of):
             return None
-        wanted = range(len(owns)) if wanted is None else wanted
-        made = self._decoded(parts, x, kwargs, owns, mask, norm, wanted)
+        made = self._decoded(parts, x, kwargs, owns, mask, wanted, norm)
         if not made:
             for own in owns:
                 own.make_rooms(x.shape[1])
-            made = self._decoded(parts, x, kwargs, owns, mask, norm, wanted)
+            made = self._decoded(parts, x, kwargs, owns, mask, wanted, norm)
         if not made:
             return None
         held = made[len(wanted) : len(wanted) + 2 * len(owns)]
@@ -445,8 +442,8 @@ class Chain:
         kwargs: dict[str, Any],
         cache: Sequence[Any],
         mask: torch.Tensor | None,
+        wanted: Sequence[int],
         norm: torch.Tensor | None = None,
-        wanted: Sequence[int] = (0,),
     ) -> list[torch.Tensor]:
         """Outputs of the `wanted` among the first layers, as many as `cache` has, then keys and values of each.
 
@@ -460,9 +457,9 @@ class Chain:
         batch, n = x.shape[:2]
         way = _BY_US
         if not attends(x.dtype, heads // key_heads * n):
-            whole = mask is not None or n == 1  # else torch's kernel makes the mask, which is one head's
-            joined = whole and joins_heads(batch, heads, key_heads, n, held[0].shape[-2] + n)
-            way = _BY_KEYS if joined else _BY_HEAD
+            may_join = mask is not None or n == 1  # torch's own causal mask is of a single head
+            joins = may_join and joins_heads(batch, heads, key_heads, n, held[0].shape[-2] + n)
+            way = _BY_KEYS if joins else _BY_HEAD
         layers, form = len(cache), [*self._heads, way, *self._kind]
         size = len(parts[0]) // len(self.layers) * layers
         given = parts[0][:size], held, rooms, list(wanted), parts[1][: 4 * layers], form, self._scales
@@ -483,7 +480,7 @@ class Chain:
             layer = self.layers[0]
             expected = type(layer).forward(layer, hidden_states, **given)
             try:
-                made = self._decoded(parts, x, kwargs, self.rooms_for(x)[:1], mask)
+                made = self._decoded(parts, x, kwargs, self.rooms_for(x)[:1], mask, [0])
             except RuntimeError:  # torch's packed product takes something else
                 made = []
             _tried[key] = bool(made) and isinstance(expected, torch.Tensor) and are_close(expected, made[0], x)

@@ -94,10 +94,10 @@ class WholeModel:
         given = {name: value for name, value in kwargs.items() if name not in _OWN}
         given |= {MASK: mask, "position_embeddings": model.rotary_emb(x, positions)}
         norm = self._chain.weight_of(model.norm, x.dtype)
-        count = len(owns)
-        states = set(range(count + 1) if wanted is True else wanted or ())
-        outputs = {place - 1 for place in states & set(range(1, count))} | ({count - 1} if norm is None else set())
-        ahead = self._chain.together(parts, x, given, owns, self._form_of, norm, sorted(outputs))
+        last = len(owns) - 1
+        states = range(last + 2) if wanted is True else wanted or ()
+        outputs = [place for place in range(last + 1) if place + 1 in states or place == last]
+        ahead = self._chain.together(parts, x, given, owns, self._form_of, outputs, norm)
         if ahead is None:
             return NotImplemented
         output = _output(model, x, ahead, cache, states)
@@ -153,12 +153,12 @@ def _is_empty(cache: Any) -> bool:
     )
 
 
-def _output(model: Any, x: torch.Tensor, ahead: Ahead, cache: Any, wanted: set[int]) -> Any:
+def _output(model: Any, x: torch.Tensor, ahead: Ahead, cache: Any, wanted: Sequence[int]) -> Any:
     """As the model's forward returns it, with the hidden states at the `wanted` places."""
     count = len(ahead.states)
     last = model.norm(ahead.outputs[count - 1]) if ahead.normed is None else ahead.normed
-    each = {0: x, count: last} | {place: ahead.outputs.get(place - 1) for place in range(1, count)}
-    states = tuple(each[place] if place in wanted else None for place in range(count + 1)) if wanted else None
+    each = enumerate((x, *map(ahead.outputs.get, range(count - 1)), last))
+    states = tuple(state if place in wanted else None for place, state in each) if wanted else None
     found: Mapping[str, Any] = {"last_hidden_state": last, CACHE: cache, "hidden_states": states}
     return BaseModelOutputWithPast(**found)
 

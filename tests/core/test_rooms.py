@@ -167,7 +167,7 @@ def test_the_core_stays_small() -> None:
     beside = {"methods", "remote", "vllm_plugin"}
     files = [path for path in PACKAGE.rglob("*.py") if room_of(path) not in beside]
     assert len(files) <= 176
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 31_994
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 31_991
 
 
 def test_the_wheel_holds_neither_tests_nor_benchmarks() -> None:
